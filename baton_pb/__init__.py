@@ -1,0 +1,1 @@
+"""Generated protocol code; see proto/ and tools/protoc.sh."""

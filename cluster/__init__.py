@@ -1,0 +1,1 @@
+"""The control plane: gateway, router, supervisor, command line."""

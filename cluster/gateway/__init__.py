@@ -1,0 +1,1 @@
+"""Client APIs in, worker streams out."""

@@ -1,0 +1,1 @@
+"""Starts and stops Ray and its actors."""

@@ -1,0 +1,1 @@
+"""Places every request by cache locality and load."""

@@ -1,0 +1,1 @@
+"""Keeps the desired workers alive."""

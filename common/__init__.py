@@ -1,0 +1,1 @@
+"""What both planes share: errors, configuration, hashing, text, names of metrics."""

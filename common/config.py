@@ -1,0 +1,225 @@
+"""The whole config tree. Read once, by cluster/cli.py; each component gets its own node and never the root."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.errors import ConfigError
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+DEMO_MODEL = "smollm2-135m-instruct"
+
+
+class Node(BaseModel):
+    """Base of all nodes: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Node):
+    """What is served."""
+
+    source: str = DEMO_MODEL
+    """The demo model's name, a folder with safetensors, a `.gguf` file, or a Hugging Face hub id."""
+    name: str | None = None
+    """Name that clients ask for; None: derived from the source."""
+    cache_dir: Path = Path("~/.cache/baton/models")
+    """Where converted and downloaded models are kept."""
+
+
+class EngineConfig(Node):
+    """One model in one process."""
+
+    backend: Literal["auto", "reference", "cpu"] = "auto"
+    """Forward pass; `auto` takes the fastest that this machine and the model allow."""
+    weights: Literal["auto", "fp32", "w8", "q4"] = "auto"
+    """Weight format; a format that the backend lacks is refused."""
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Element type of the KV pool; `auto` takes the backend's own choice."""
+    block_tokens: Annotated[int, Field(ge=1, le=512)] = 16
+    """Tokens in a block."""
+    pool_mib: Positive = 512
+    """Memory of one worker's KV pool, MiB."""
+    pool_blocks: Positive | None = None
+    """Blocks in the pool; overrides pool_mib."""
+    threads: Count = 1
+    """Compute threads of one worker; 0: all cores."""
+    context_tokens: Positive | None = None
+    """Most tokens of prompt and output together; None: the model's own window."""
+
+
+class PrefillConfig(Node):
+    """Prefill workers."""
+
+    workers: Count = 1
+    """How many."""
+    token_budget: Positive = 512
+    """Most prompt tokens in one step."""
+    waiting_max: Positive = 256
+    """Most requests queued on one worker; beyond it a request is refused at once."""
+
+
+class DecodeConfig(Node):
+    """Decode workers, and workers of role `both`."""
+
+    workers: Count = 1
+    """How many."""
+    running_max: Positive = 64
+    """Most sequences in one step."""
+    token_budget: Positive = 256
+    """Most tokens in one step when local prefill chunks ride along with decodes."""
+    waiting_max: Positive = 256
+    """Most requests waiting for blocks on one worker; beyond it a request is refused at once."""
+
+
+class BothConfig(Node):
+    """Workers that prefill and decode: the colocated baseline. They take their settings from `decode`."""
+
+    workers: Count = 0
+    """How many."""
+
+
+class TransferConfig(Node):
+    """KV transfer between workers."""
+
+    transport: Literal["auto", "shm", "ucx"] = "auto"
+    """`auto`: shared memory on one host, UCX between hosts. Another value forces that one or fails."""
+    checksum: bool = True
+    """Verify the bytes of every piece before they are believed."""
+    lease_s: Seconds = 5.0
+    """A receiver keeps a landing so long without progress; a sender gives up after half of it."""
+    connect_timeout_s: Seconds = 5.0
+    """Longest wait for a peer to answer a connection."""
+    inflight_bytes_max: Positive = 64 * 1024 * 1024
+    """Bytes that a sender has announced to one receiver and not seen acknowledged, before it waits."""
+
+
+class RouterConfig(Node):
+    """Placement."""
+
+    policy: Literal["round_robin", "least_loaded", "prefix"] = "prefix"
+    """How a worker is chosen."""
+
+
+class GatewayConfig(Node):
+    """The clients' door."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    grpc_port: Port = 50051
+    """Port of the gRPC API; 0: any free one."""
+    http_port: Port = 8000
+    """Port of the OpenAI API; 0: any free one."""
+    running_max: Positive = 512
+    """Most requests at once; beyond it a request is refused with RESOURCE_EXHAUSTED."""
+    message_bytes_max: Positive = 64 * 1024 * 1024
+    """Largest gRPC message."""
+    prompt_tokens_max: Positive | None = None
+    """Longest prompt; None: the context window alone limits it."""
+
+
+class SupervisorConfig(Node):
+    """Keeping workers alive."""
+
+    heartbeat_s: Seconds = 0.5
+    """Workers report at least so often; three missed reports mean lost."""
+    restart_backoff_s: Seconds = 1.0
+    """Wait before the second restart in a row of the same worker; doubles up to 30 s."""
+    drain_timeout_s: Seconds = 120.0
+    """How long a worker may finish its running requests at an orderly stop."""
+
+
+class RayConfig(Node):
+    """The Ray cluster below."""
+
+    address: str | None = None
+    """An existing Ray cluster; None: start a local one for this command's life."""
+    object_store_mib: Positive = 80
+    """Object store of the local Ray; Baton does not use it for KV."""
+    cpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    """CPUs that Ray reserves for each worker; 0 lets a small machine hold all actors."""
+
+
+class ClusterConfig(Node):
+    """The root."""
+
+    model: ModelConfig = ModelConfig()
+    """What is served."""
+    engine: EngineConfig = EngineConfig()
+    """One model in one process."""
+    prefill: PrefillConfig = PrefillConfig()
+    """Prefill workers."""
+    decode: DecodeConfig = DecodeConfig()
+    """Decode workers."""
+    both: BothConfig = BothConfig()
+    """Colocated workers."""
+    transfer: TransferConfig = TransferConfig()
+    """KV transfer."""
+    router: RouterConfig = RouterConfig()
+    """Placement."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The clients' door."""
+    supervisor: SupervisorConfig = SupervisorConfig()
+    """Keeping workers alive."""
+    ray: RayConfig = RayConfig()
+    """The Ray cluster below."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Of every process."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_somebody_to_decode(self) -> "ClusterConfig":
+        if self.decode.workers + self.both.workers == 0:
+            raise ValueError("decode.workers and both.workers are both 0: nobody could decode")
+        return self
+
+
+def load(path: Path | None, overrides: list[str]) -> ClusterConfig:
+    """Read the config file, if any, and apply `a.b=c` overrides in order.
+
+    Raises:
+        ConfigError: unreadable file, bad YAML, unknown key, value out of range; the message is one line.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read config file {path}: {' '.join(str(error).split())}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(f"config file {path} must hold a mapping, not a {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return ClusterConfig.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    path, equals, value = override.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--set wants a.b=c, got {override!r}")
+    *parents, leaf = path.split(".")
+    node: Any = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override}: {parent} is not a section")
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: the value is not YAML") from error
+
+
+def _describe(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "config"
+    if item["type"] == "extra_forbidden":
+        return f"unknown config key {where}"
+    return f"config key {where}: {item['msg']}, got {item['input']!r}" if item["loc"] else f"config: {item['msg']}"

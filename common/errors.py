@@ -1,0 +1,50 @@
+"""Every error that crosses a process. common/status.py maps them to gRPC and HTTP codes."""
+
+
+class BatonError(Exception):
+    """Root of all operating errors: something went wrong that is not the caller's fault. Programmer errors assert."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(BatonError):
+    """The request can never succeed as it is. The message names the limit and the value."""
+
+
+class NotFoundError(BatonError):
+    """A name in the request (model, request id) means nothing here."""
+
+
+class OverloadedError(BatonError):
+    """No room now; `retry_after_s` says when to try again."""
+
+
+class DeadlineError(BatonError):
+    """The request's deadline passed."""
+
+
+class CancelledRequestError(BatonError):
+    """The client went away or asked to stop."""
+
+
+class MismatchError(BatonError):
+    """Two processes do not agree on model, layout, dtype or hash; nothing was exchanged."""
+
+
+class UnauthenticatedError(BatonError):
+    """The caller did not show who it is, or showed a wrong secret."""
+
+
+class WorkerLostError(BatonError):
+    """The process that worked on this is gone or unreachable; another may succeed."""
+
+
+class TransferError(WorkerLostError):
+    """KV did not arrive, or did not arrive intact; prefilling again may succeed."""
+
+
+class ConfigError(BatonError):
+    """The configuration or the set-up of this machine is wrong; shown as one line by the command line."""

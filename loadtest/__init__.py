@@ -1,0 +1,1 @@
+"""Arrivals, timed clients, metrics, reports and the simulator."""
