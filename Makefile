@@ -1,0 +1,55 @@
+# Everything lives in .venv. `make install` is a no-op when nothing changed; all other targets depend on it.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SERVE_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: install serve demo test test-unit test-gpu check fmt proto lock clean
+.DEFAULT_GOAL := install
+
+install: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (set PYTHON=...)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+serve: install
+	@exec $(BIN)/baton serve $(SERVE_ARGS)
+
+demo: install
+	@exec $(BIN)/baton demo
+
+test: install
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-unit: install
+	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu tests/gpu $(TEST_ARGS)
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy .
+	$(BIN)/lint-imports
+	tools/protoc.sh --check
+
+fmt: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: install
+	tools/protoc.sh
+
+lock: install
+	$(BIN)/python tools/lock.py
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
