@@ -132,6 +132,14 @@ class SupervisorConfig(Node):
     """Workers report at least so often; three missed reports mean lost."""
     restart_backoff_s: Seconds = 1.0
     """Wait before the second restart in a row of the same worker; doubles up to 30 s."""
+    start_timeout_s: Seconds = 300.0
+    """How long a process may take from its creation to serving: loading weights, mostly."""
+    probe_interval_s: Seconds = 1.0
+    """Pause between two health checks of one process; a hung one is found by these, a dead one at once."""
+    probe_timeout_s: Seconds = 2.0
+    """How long a health check waits for its answer."""
+    probe_misses_max: Positive = 3
+    """Health checks in a row without an answer after which a process is killed and replaced."""
     drain_timeout_s: Seconds = 120.0
     """How long a worker may finish its running requests at an orderly stop."""
 
@@ -145,6 +153,8 @@ class RayConfig(Node):
     """Object store of the local Ray; Baton does not use it for KV."""
     cpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each worker; 0 lets a small machine hold all actors."""
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs that Ray reserves for each worker and makes visible to it."""
 
 
 class ClusterConfig(Node):
