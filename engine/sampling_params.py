@@ -41,7 +41,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     min_tokens: int = 0
-    logit_bias: Mapping[int, float] = field(default=_NO_BIAS)
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
 
     @property
     def is_greedy(self) -> bool:

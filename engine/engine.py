@@ -1,0 +1,182 @@
+"""The engine's facade: one model, one pool, one step at a time. The loops of prefill and decode know nothing below it.
+
+Imports no torch by itself; `Engine.load` brings it in.
+"""
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from baton_pb.v1 import common_pb2
+from common.config import EngineConfig
+from common.errors import InvalidRequestError
+from engine.block_pool import BlockPool
+from engine.kv_cache import KVCache
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from kvtransfer.layout import BlockLayout
+
+FinishReason = common_pb2.FinishReason
+
+
+class ScheduledChunk(NamedTuple):
+    """The next `num_tokens` tokens of a sequence after its num_computed; one for a decode."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the chunk ends with the sequence's last token, so that a token is sampled after it."""
+        return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
+
+
+class TokenOutput(NamedTuple):
+    """One sampled token. `logprob` and `top` (token id, logprob; most likely first) are set when asked for."""
+
+    token_id: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+class ModelFacts(NamedTuple):
+    """What the engine must know of a model besides its weights."""
+
+    context_tokens: int
+    vocab_tokens: int
+    eos_token_ids: frozenset[int]
+
+
+class Runner(Protocol):
+    """One forward pass and the sampling after it. Called from the loop's compute thread only."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the forward pass in use."""
+        ...
+
+    def run(self, batch: Seq[ScheduledChunk]) -> list[TokenOutput | None]:
+        """Write the chunks' KV to the pool; return a token for each chunk that reaches its sequence's end."""
+        ...
+
+    def close(self) -> None:
+        """Let go of weights and of the pool's memory."""
+        ...
+
+
+class Engine:
+    """One model and one pool.
+
+    Everything but `step` is plain bookkeeping for the worker's loop. `step` blocks for one forward pass and runs on
+    the loop's compute thread; meanwhile the loop must leave the scheduled sequences and their blocks alone.
+    """
+
+    def __init__(self, runner: Runner, kv: KVCache, facts: ModelFacts) -> None:
+        self.kv = kv
+        self.layout: BlockLayout = kv.layout
+        self.pool = BlockPool(kv.num_blocks)
+        self.context_tokens = facts.context_tokens
+        self.vocab_tokens = facts.vocab_tokens
+        self.eos_token_ids = facts.eos_token_ids
+        self._runner = runner
+
+    @classmethod
+    def load(cls, model_dir: Path, config: EngineConfig, model_id: str) -> "Engine":
+        """Load a model and make its pool. Blocks for seconds.
+
+        Args:
+            model_dir: folder with config.json, safetensors and tokenizer; or a `.gguf` file.
+            config: backend, weight format, pool size, threads.
+            model_id: name that handshakes compare.
+
+        Raises:
+            ConfigError: missing, corrupt or unsupported model or setting; the message names it.
+        """
+        # Loading needs torch, which takes a second to import; schedulers and fakes do without.
+        from engine.loading import load_runner
+
+        return cls(*load_runner(model_dir, config, model_id))
+
+    @property
+    def backend(self) -> str:
+        """Name of the forward pass in use."""
+        return self._runner.backend
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.layout.block_tokens)
+
+    def check_request(self, token_ids: Seq[int], sampling: SamplingParams) -> None:
+        """Refuse a request that this engine could never serve.
+
+        Raises:
+            InvalidRequestError: naming the limit and the value.
+        """
+        num_tokens = len(token_ids)
+        if num_tokens == 0:
+            raise InvalidRequestError("the prompt is empty: need at least 1 token")
+        if num_tokens >= self.context_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens, no room in the context window of {self.context_tokens}"
+            )
+        # One block beyond the prompt, so that a sequence alone in the pool can always make progress.
+        num_blocks = self.blocks_for(num_tokens + 1)
+        if num_blocks > self.pool.num_blocks:
+            raise InvalidRequestError(f"the prompt needs {num_blocks} blocks, the pool has {self.pool.num_blocks}")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_tokens:
+            raise InvalidRequestError(f"token ids must be in [0, {self.vocab_tokens}), got {low if low < 0 else high}")
+        for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            if ids and max(ids) >= self.vocab_tokens:
+                raise InvalidRequestError(f"{name} must name tokens below {self.vocab_tokens}, got {max(ids)}")
+
+    def step(self, batch: Seq[ScheduledChunk]) -> list[TokenOutput | None]:
+        """Run one forward pass over the ragged batch and sample.
+
+        Changes no sequence: the loop applies the results with `complete`. The block tables must already have room for
+        the chunks.
+
+        Returns:
+            For each chunk the sampled token if it reaches the end of its sequence's tokens, else None.
+        """
+        for sequence, num_tokens in batch:
+            end = sequence.num_computed + num_tokens
+            assert 1 <= num_tokens <= sequence.num_uncomputed, f"{num_tokens} of {sequence.num_uncomputed} tokens"
+            assert len(sequence.block_table) >= self.blocks_for(end), f"no block for token {end - 1}"
+        return self._runner.run(batch) if batch else []
+
+    def complete(self, chunk: ScheduledChunk, output: TokenOutput | None) -> None:
+        """Apply a step's result to its sequence: KV is there, full blocks are findable, the token is appended."""
+        sequence = chunk.sequence
+        assert (output is not None) == chunk.reaches_end
+        self.advance(sequence, sequence.num_computed + chunk.num_tokens)
+        if output is not None:
+            sequence.append(output.token_id, self.layout.block_tokens)
+
+    def advance(self, sequence: Sequence, num_computed: int) -> None:
+        """Note that the first `num_computed` tokens have KV in the pool, computed or landed, and seal full blocks."""
+        block_tokens = self.layout.block_tokens
+        assert sequence.num_computed <= num_computed <= len(sequence.token_ids)
+        for index in range(sequence.num_computed // block_tokens, num_computed // block_tokens):
+            self.pool.seal(sequence.block_table[index], sequence.hashes[index])
+        sequence.num_computed = num_computed
+
+    def finish_reason(self, sequence: Sequence) -> "common_pb2.FinishReason.ValueType | None":
+        """Return why the sequence ends with its last token, or None if it goes on."""
+        sampling, num_output = sequence.sampling, sequence.num_output_tokens
+        if num_output == 0:
+            return None
+        if num_output >= sampling.min_tokens and sequence.token_ids[-1] in self.stop_ids(sampling):
+            return common_pb2.FINISH_REASON_STOP
+        if num_output == sampling.max_tokens or sequence.num_tokens >= self.context_tokens:
+            return common_pb2.FINISH_REASON_LENGTH
+        return None
+
+    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return the token ids that end a sequence with these rules."""
+        return sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | self.eos_token_ids
+
+    def close(self) -> None:
+        """Give back weights and pool memory; no step may run any more. Idempotent."""
+        self._runner.close()
+        self.kv.close()
