@@ -39,8 +39,8 @@ class TokenOutput(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class ModelFacts(NamedTuple):
-    """What the engine must know of a model besides its weights."""
+class Limits(NamedTuple):
+    """What bounds a sequence on this engine."""
 
     context_tokens: int
     vocab_tokens: int
@@ -71,7 +71,7 @@ class Engine:
     the loop's compute thread; meanwhile the loop must leave the scheduled sequences and their blocks alone.
     """
 
-    def __init__(self, runner: Runner, kv: KVCache, facts: ModelFacts) -> None:
+    def __init__(self, runner: Runner, kv: KVCache, facts: Limits) -> None:
         self.kv = kv
         self.layout: BlockLayout = kv.layout
         self.pool = BlockPool(kv.num_blocks)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.engine import Engine, ModelFacts, ScheduledChunk, TokenOutput
+from engine.engine import Engine, Limits, ScheduledChunk, TokenOutput
 from engine.kv_cache import KVCache
 from engine.sequence import Sequence
 from kvtransfer.layout import BlockLayout
@@ -84,7 +84,7 @@ class FakeEngine(Engine):
         """
         kv = KVCache(fake_layout(block_tokens, model_id), num_blocks)
         runner = _FakeRunner(kv, vocab_tokens, step_s, on_step)
-        super().__init__(runner, kv, ModelFacts(context_tokens, vocab_tokens, eos_token_ids))
+        super().__init__(runner, kv, Limits(context_tokens, vocab_tokens, eos_token_ids))
         self._fake = runner
 
     @property

@@ -1,0 +1,103 @@
+"""What a forward pass must offer, and which one a worker takes. Each backend is one class in one file of its own."""
+
+import importlib
+import logging
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self, cast
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import ConfigError
+from common.logs import log
+from engine.batch import Batch
+from engine.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = {
+    "cpu": "engine.cpu.backend:CpuBackend",
+    "reference": "engine.reference:ReferenceBackend",
+}
+"""Fastest first: `auto` takes the first that can serve the model on this machine."""
+
+
+class BackendFacts(NamedTuple):
+    """What is true of a loaded model, and the element types its kernels can keep KV in (the preferred one first)."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_tokens: int
+    context_tokens: int
+    eos_token_ids: frozenset[int]
+    kv_dtypes: tuple[str, ...]
+    weights: str
+
+
+class Backend(Protocol):
+    """A model's weights and its forward pass. Owned by the compute thread once loaded."""
+
+    @property
+    def facts(self) -> BackendFacts:
+        """Facts of the loaded model."""
+        ...
+
+    @classmethod
+    def load(cls, model_dir: Path, config: EngineConfig) -> Self:
+        """Load weights. Blocks for seconds.
+
+        Args:
+            model_dir: folder with config.json and safetensors (and model.gguf, where it was converted from one), or a
+                `.gguf` file.
+            config: `weights` and `threads` are the backend's business.
+
+        Raises:
+            ConfigError: this backend cannot serve this model, weight format or machine; the message says why.
+        """
+        ...
+
+    def attach(self, kv: KVCache) -> None:
+        """Remember the pool that `forward` writes to. Called once, before the first forward."""
+        ...
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Write K and V of the batch's tokens to their slots, attend through the block tables.
+
+        Returns:
+            [R, vocab_tokens] fp32 logits of `batch.logit_rows`, in that order; R may be 0.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop weights and every view of the pool. Idempotent."""
+        ...
+
+
+def load_backend(model_dir: Path, config: EngineConfig) -> tuple[str, Backend]:
+    """Return the name and the loaded backend that `config.backend` asks for.
+
+    Raises:
+        ConfigError: the backend asked for cannot serve the model; with `auto`: none can. The message has the reasons.
+    """
+    names = list(BACKENDS) if config.backend == "auto" else [config.backend]
+    refusals = []
+    for name in names:
+        try:
+            backend = _find(name).load(model_dir, config)
+        except ConfigError as error:
+            refusals.append(f"backend {name}: {error.message}")
+            continue
+        if refusals:
+            log(logger, logging.WARNING, "a faster backend was refused", backend=name, refused="; ".join(refusals))
+        return name, backend
+    raise ConfigError("; ".join(refusals))
+
+
+def _find(name: str) -> type[Backend]:
+    module_name, _, class_name = BACKENDS[name].partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"cannot be imported: {error}") from error
+    return cast("type[Backend]", getattr(module, class_name))

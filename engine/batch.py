@@ -1,0 +1,76 @@
+"""Scheduled chunks -> the flat inputs of one forward pass: a ragged batch without padding."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from engine.engine import ScheduledChunk
+
+
+class Segment(NamedTuple):
+    """One chunk's rows `[first_row, first_row + num_rows)` of the batch; its first token's position is `num_context`.
+
+    The chunk attends to positions `[0, num_context + num_rows)`, causally.
+    """
+
+    first_row: int
+    num_rows: int
+    num_context: int
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens that the chunk's last row sees."""
+        return self.num_context + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of B chunks. Row t of every [T] tensor is one token; chunks lie one after the other.
+
+    Attributes:
+        token_ids: [T] i64.
+        positions: [T] i64, place of the token in its sequence.
+        slots: [T] i64, `block * block_tokens + offset`: where the token's K and V go.
+        segments: B chunks, in the order of the scheduled batch.
+        block_tables: [B, most blocks] i32; padded with the row's own first block, so that what is read beyond a
+            sequence's end is finite whenever the sequence is.
+        logit_rows: [R] i64, rows whose logits are wanted: the last row of each chunk that reaches its sequence's end.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    segments: tuple[Segment, ...]
+    block_tables: torch.Tensor
+    logit_rows: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows, T."""
+        return self.token_ids.shape[0]
+
+
+def make_batch(chunks: Seq[ScheduledChunk], block_tokens: int) -> Batch:
+    """Lay `chunks` one after the other; at least one."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    segments: list[Segment] = []
+    logit_rows: list[int] = []
+    tables: list[list[int]] = []
+    for chunk in chunks:
+        sequence, start = chunk.sequence, chunk.sequence.num_computed
+        segment = Segment(len(token_ids), chunk.num_tokens, start)
+        segments.append(segment)
+        token_ids += sequence.token_ids[start : segment.num_keys]
+        positions += range(start, segment.num_keys)
+        tables.append(sequence.block_table[: -(-segment.num_keys // block_tokens)])
+        if chunk.reaches_end:
+            logit_rows.append(len(token_ids) - 1)
+    width = max(map(len, tables))
+    block_tables = torch.tensor([table + table[:1] * (width - len(table)) for table in tables], dtype=torch.int32)
+    place = torch.tensor(positions)
+    chunk_of_row = torch.arange(len(segments)).repeat_interleave(torch.tensor([s.num_rows for s in segments]))
+    slots = block_tables[chunk_of_row, place // block_tokens].long() * block_tokens + place % block_tokens
+    return Batch(torch.tensor(token_ids), place, slots, tuple(segments), block_tables, torch.tensor(logit_rows).long())
