@@ -1,0 +1,154 @@
+"""A model's source -> Hugging Face modules with all their weights, or a ConfigError that names what is wrong.
+
+Sources: a folder with safetensors, a `.gguf` file, or a Hugging Face hub id.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+from common.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+"""Values of config.json's model_type whose attention the paged backend reproduces."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+"""Rotary embeddings that depend on a token's position alone; `dynamic` and `longrope` look at the whole batch."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_NAMES_SHOWN = 3
+
+
+def find_folder(source: str) -> Path:
+    """Return the folder or `.gguf` file that `source` means; a hub id is downloaded (or found in the hub's cache).
+
+    Raises:
+        ConfigError: nothing there, or the hub did not give it.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if not _HUB_ID.fullmatch(source):
+        raise ConfigError(f"model {source} is neither a folder, a .gguf file nor a hub id (owner/name)")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot get model {source} from the hub: {_one_line(error)}") from error
+
+
+def load_model(path: Path, attention: str | None = None) -> Any:
+    """Load a causal language model in fp32, on the CPU, in evaluation mode.
+
+    Args:
+        path: folder or `.gguf` file.
+        attention: name of a registered attention function; None: the family's own default.
+
+    Returns:
+        A transformers PreTrainedModel.
+
+    Raises:
+        ConfigError: missing, corrupt or unsupported; the message names the file or the tensors.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    if path.suffix == ".gguf":
+        _check_gguf(path)
+        options["gguf_file"] = path.name
+        folder = path.parent
+    else:
+        _check_folder(path)
+        folder = path
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:  # foreign code reading foreign files: whatever it raises means that they do not load
+        raise ConfigError(f"cannot load model {path}: {_one_line(error)}") from error
+    _check_report(path, report)
+    _check_supported(path, model.config)
+    return model.eval().requires_grad_(False)
+
+
+def _check_folder(folder: Path) -> None:
+    """Read what can be read cheaply, so that an error names the file."""
+    if not folder.is_dir():
+        raise ConfigError(f"no model folder at {folder}")
+    config = _read_json(folder / "config.json")
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(f"{folder / 'config.json'}: model_type {family!r} is not supported: {', '.join(FAMILIES)}")
+    index = folder / "model.safetensors.index.json"
+    shards = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    if not shards:
+        raise ConfigError(f"{index} names no files")
+    for shard in shards:
+        _check_safetensors(folder / shard)
+
+
+def _check_safetensors(file: Path) -> None:
+    if not file.is_file():
+        raise ConfigError(f"model file {file} is missing")
+    try:
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            if not tensors.keys():
+                raise ConfigError(f"model file {file} holds no tensors")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ConfigError(f"model file {file} is corrupt: {_one_line(error)}") from error
+
+
+def _check_gguf(file: Path) -> None:
+    if not file.is_file():
+        raise ConfigError(f"model file {file} is missing")
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(file)
+        field = reader.fields.get("general.architecture")
+        architecture = field.contents() if field is not None else None
+    except Exception as error:  # the reader trusts the file: a damaged one fails in many ways
+        raise ConfigError(f"model file {file} is not a readable GGUF: {_one_line(error)}") from error
+    if architecture not in FAMILIES and architecture != "gemma3":
+        raise ConfigError(f"{file}: architecture {architecture!r} is not supported: {', '.join(FAMILIES)}")
+
+
+def _check_report(path: Path, report: dict[str, Any]) -> None:
+    for what in ("missing", "mismatched"):
+        names = sorted(str(name) for name in report.get(f"{what}_keys", ()))
+        if names:
+            shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+            raise ConfigError(f"model {path}: {len(names)} tensors are {what}: {shown}")
+    if errors := report.get("error_msgs"):
+        raise ConfigError(f"model {path}: {_one_line(errors[0])}")
+
+
+def _check_supported(path: Path, config: Any) -> None:
+    if config.model_type not in FAMILIES:
+        raise ConfigError(f"model {path}: model_type {config.model_type!r} is not supported: {', '.join(FAMILIES)}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Gemma 3 has one set of parameters for each kind of layer.
+    per_kind = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in per_kind:
+        if parameters.get("rope_type", "default") not in ROPE_TYPES:
+            raise ConfigError(f"model {path}: rotary embedding {parameters['rope_type']!r} is not supported")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"model file {file} is missing") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model file {file} is not readable JSON: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"model file {file} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:400]
