@@ -1,0 +1,1 @@
+"""Paged attention: KV into the pool, attention through block tables."""

@@ -1,0 +1,174 @@
+"""Paged attention in plain torch: write K and V to their slots, gather each sequence's tokens, SDPA. The reference.
+
+Rows of a chunk (prefill) attend one sequence at a time; single rows (decode) of sequences of like length attend
+together, padded to the longest.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.batch import Batch, Segment
+from engine.kv_cache import KVCache
+
+
+class PagedPool:
+    """The pool as rows: row `((block * L + layer) * 2 + k or v) * block_tokens + offset` is one token's `[H * D]`.
+
+    Whole rows are copied, which is what makes gathering cheap (measured on CPU: index_select over rows copies at
+    memcpy speed, indexing of the six-dimensional view does not).
+    """
+
+    def __init__(self, kv: KVCache) -> None:
+        layout = kv.layout
+        self.block_tokens = layout.block_tokens
+        self.num_kv_heads, self.head_dim = layout.num_kv_heads, layout.head_dim
+        self._layer_rows = 2 * layout.block_tokens
+        self._block_rows = layout.num_layers * self._layer_rows
+        self.rows = kv.tensor().view(-1, layout.num_kv_heads * layout.head_dim)
+
+    def row_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the rows of layer 0's K of `slots`; any shape, i64."""
+        return slots // self.block_tokens * self._block_rows + slots % self.block_tokens
+
+    def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write `key` and `value`, [T, H, D] of any float type, to layer `layer` of `rows`, [T]."""
+        first = rows + layer * self._layer_rows
+        self.rows.index_copy_(0, first, key.flatten(1).to(self.rows.dtype))
+        self.rows.index_copy_(0, first + self.block_tokens, value.flatten(1).to(self.rows.dtype))
+
+    def read(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V, each [*rows.shape, H, D] fp32, of layer `layer` at `rows`."""
+        first = (rows + layer * self._layer_rows).flatten()
+        shape = (*rows.shape, self.num_kv_heads, self.head_dim)
+        key = self.rows.index_select(0, first).view(shape)
+        value = self.rows.index_select(0, first + self.block_tokens).view(shape)
+        return key.float(), value.float()
+
+
+@dataclass(slots=True)
+class Group:
+    """Chunks that attend in one call.
+
+    Attributes:
+        rows: [b * t] i64, their rows in the batch, t for each chunk.
+        keys: [b, n] i64, pool rows of the tokens they may see; padded with the sequence's own first token, which is
+            masked and, unlike a foreign one, cannot bring in what is not finite.
+        positions: [b, t] i64, of the rows.
+        lengths: [b] i64, valid keys.
+    """
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    is_plain_causal: bool
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Return [b, 1, t, n] fp32: 0 where a row may look, -inf elsewhere. Made once for each window and step."""
+        if window not in self._masks:
+            place = torch.arange(self.keys.shape[1])
+            seen = place <= self.positions[..., None]  # [b, t, n]
+            if window is not None:
+                seen &= place > self.positions[..., None] - window
+            # Padding lies beyond every row's position, so causality hides it too.
+            self._masks[window] = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
+        return self._masks[window]
+
+
+class AttentionPlan:
+    """What all layers of one step share: rows to write, and groups with their keys and masks."""
+
+    def __init__(self, batch: Batch, pool: PagedPool) -> None:
+        self.pool = pool
+        self.write_rows = pool.row_of(batch.slots)
+        self.groups: list[Group] = []
+        singles: dict[int, list[int]] = defaultdict(list)
+        for index, segment in enumerate(batch.segments):
+            if segment.num_rows == 1:
+                # By the power of two above the length: at most half of the gathered keys are padding.
+                singles[(segment.num_keys - 1).bit_length()].append(index)
+            else:
+                self.groups.append(_group(batch, [index], pool))
+        self.groups += [_group(batch, indices, pool) for indices in singles.values()]
+
+
+def _group(batch: Batch, indices: list[int], pool: PagedPool) -> Group:
+    segments: list[Segment] = [batch.segments[index] for index in indices]
+    lengths = torch.tensor([segment.num_keys for segment in segments])
+    place = torch.arange(int(lengths.max())).expand(len(indices), -1)
+    place = place.where(place < lengths[:, None], 0)
+    blocks = batch.block_tables[torch.tensor(indices)].long().gather(1, place // pool.block_tokens)
+    keys = pool.row_of(blocks * pool.block_tokens + place % pool.block_tokens)
+    rows = torch.cat([torch.arange(s.first_row, s.first_row + s.num_rows) for s in segments])
+    is_plain_causal = len(segments) == 1 and segments[0].num_context == 0
+    return Group(rows, keys, batch.positions[rows].view(len(indices), -1), lengths, is_plain_causal)
+
+
+def paged_attention(
+    plan: AttentionPlan,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Write the step's K and V of one layer, then attend.
+
+    Args:
+        plan: of this step.
+        layer: index.
+        query: [T, Hq, D] fp32; Hq is a multiple of the pool's H.
+        key: [T, H, D].
+        value: [T, H, D].
+        scaling: factor of the scores.
+        window: a row sees that many last tokens, itself included; None: all.
+        softcap: scores are squeezed to (-softcap, softcap); None: not.
+
+    Returns:
+        [T, Hq, D] fp32.
+    """
+    plan.pool.write(layer, plan.write_rows, key, value)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for group in plan.groups:
+        keys, values = plan.pool.read(layer, group.keys)  # [b, n, H, D]
+        b, n, heads, dim = keys.shape
+        in_reach = None if window is None or n <= window else window
+        # [b, t, H, G, D] -> [b, H, G * t, D]: the query heads of one KV head are rows that share its keys.
+        t = group.positions.shape[1]
+        asked = query[group.rows].view(b, t, heads, -1, dim)
+        answer = _attend(group, asked, keys, values, scaling, in_reach, softcap)
+        output[group.rows] = answer.reshape(b * t, -1, dim)
+    return output
+
+
+def _attend(
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[b, t, H, G, D] queries on [b, n, H, D] keys -> [b, t, H, G, D]."""
+    b, t, heads, per_head, dim = query.shape
+    # Heads become batch and the query heads of one KV head become heads; expanding K copies nothing.
+    asked = query.permute(0, 2, 3, 1, 4).reshape(b * heads, per_head, t, dim)
+    keys = key.transpose(1, 2).reshape(b * heads, 1, -1, dim).expand(-1, per_head, -1, -1)
+    values = value.transpose(1, 2).reshape(b * heads, 1, -1, dim).expand(-1, per_head, -1, -1)
+    if softcap is None and window is None and group.is_plain_causal:
+        answer = scaled_dot_product_attention(asked, keys, values, is_causal=True, scale=scaling)
+    else:
+        mask = group.mask(window).repeat_interleave(heads, 0)
+        if softcap is None:
+            answer = scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=scaling)
+        else:
+            scores = torch.tanh(asked @ keys.transpose(-1, -2) * (scaling / softcap)) * softcap + mask
+            answer = scores.softmax(-1) @ values
+    return answer.view(b, heads, per_head, t, dim).permute(0, 3, 1, 2, 4)

@@ -1,0 +1,100 @@
+"""The reference backend: Hugging Face modules in fp32, with their attention replaced by the paged one."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import AttentionInterface
+
+from common.config import EngineConfig
+from common.errors import ConfigError
+from engine.attention.paged import AttentionPlan, PagedPool, paged_attention
+from engine.backend import BackendFacts
+from engine.batch import Batch
+from engine.kv_cache import KVCache
+from engine.weights import load_model
+
+ATTENTION_NAME = "baton_paged"
+KV_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001  # always None: causality follows from the plan
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    baton_plan: AttentionPlan,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Fit transformers' attention interface: [1, heads, T, D] in, [1, T, heads, D] out."""
+    output = paged_attention(
+        baton_plan,
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling,
+        sliding_window,
+        softcap,
+    )
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+class ReferenceBackend:
+    """Implements engine.backend.Backend for every supported family. Slow to decode, right by construction."""
+
+    def __init__(self, model: Any) -> None:
+        self._model: Any = model
+        self._pool: PagedPool | None = None
+        config = model.config
+        heads = config.num_attention_heads
+        eos = model.generation_config.eos_token_id
+        if eos is None:
+            eos = config.eos_token_id
+        self.facts = BackendFacts(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_tokens=config.vocab_size,
+            context_tokens=config.max_position_embeddings,
+            eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+            kv_dtypes=KV_DTYPES,
+            weights="fp32",
+        )
+
+    @classmethod
+    def load(cls, model_dir: Path, config: EngineConfig) -> Self:
+        """Load fp32 weights; see engine.backend.Backend."""
+        if config.weights not in ("auto", "fp32"):
+            raise ConfigError(f"engine.weights={config.weights} is not available here, only fp32")
+        return cls(load_model(model_dir, ATTENTION_NAME))
+
+    def attach(self, kv: KVCache) -> None:
+        """Remember the pool."""
+        self._pool = PagedPool(kv)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return [R, vocab_tokens] fp32 logits; see engine.backend.Backend."""
+        assert self._pool is not None, "attach comes first"
+        output = self._model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            baton_plan=AttentionPlan(batch, self._pool),
+        )
+        return output.logits[0].float()  # type: ignore[no-any-return]  # transformers is untyped here
+
+    def close(self) -> None:
+        """Drop weights and the view of the pool."""
+        self._model = None
+        self._pool = None
