@@ -23,18 +23,26 @@ class Coverage:
         Raises:
             TransferError: outside the ticket, or written before; nothing was noted.
         """
-        if count < 1 or first + count > len(self._written):
-            raise TransferError(f"a piece for landing blocks {first}+{count} of {len(self._written)}")
-        if not self._layers.start <= layers.start < layers.stop <= self._layers.stop:
-            raise TransferError(
-                f"a piece for layers {layers.start}..{layers.stop} of {self._layers.start}..{self._layers.stop}"
-            )
+        self.check(first, count, layers)
         mask = self._mask(layers)
         if any(self._written[block] & mask for block in range(first, first + count)):
             raise TransferError(f"landing blocks {first}+{count} were sent twice")
         for block in range(first, first + count):
             self._written[block] |= mask
             self._missing -= self._written[block] == self._full
+
+    def check(self, first: int, count: int, layers: range) -> None:
+        """Check a range.
+
+        Raises:
+            TransferError: empty, or outside the ticket.
+        """
+        if count < 1 or first + count > len(self._written):
+            raise TransferError(f"a piece for landing blocks {first}+{count} of {len(self._written)}")
+        if not self._layers.start <= layers.start < layers.stop <= self._layers.stop:
+            raise TransferError(
+                f"a piece for layers {layers.start}..{layers.stop} of {self._layers.start}..{self._layers.stop}"
+            )
 
     @staticmethod
     def _mask(layers: range) -> int:

@@ -1,5 +1,6 @@
 """Making tickets and reading them: the right to write certain blocks of one receiver, once."""
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -79,3 +80,13 @@ def read_ticket(ticket: transfer_pb2.Ticket, layout: BlockLayout) -> TicketTerms
         checksum=ticket.checksum,
         sender_lease_s=ticket.sender_lease_s,
     )
+
+
+def tag_base(transfer_id: bytes, secret: bytes) -> int:
+    """Return the tag of a transfer's first run: 64 bits that nobody without the secret can guess or hit by chance."""
+    return int.from_bytes(hashlib.blake2b(transfer_id, digest_size=8, key=secret).digest(), "little")
+
+
+def run_tag(base: int, num_runs: int) -> int:
+    """Return the tag of the run that follows `num_runs` others."""
+    return (base + num_runs) % (1 << 64)

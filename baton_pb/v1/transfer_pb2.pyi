@@ -215,7 +215,7 @@ Global___TransferFrame: _TypeAlias = TransferFrame  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """First frame in each direction."""
+    """First frame in each direction. ucx: the receiver repeats it when the data channel is up."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -257,7 +257,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
-    """Sender -> receiver: begin using a ticket."""
+    """Sender -> receiver: begin using a ticket. Receiver -> sender: accepted (without the secret)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -357,7 +357,9 @@ Global___Ack: _TypeAlias = Ack  # noqa: Y015
 
 @_typing.final
 class Complete(_message.Message):
-    """Sender -> receiver: no further piece. Receiver -> sender: everything has landed."""
+    """Sender -> receiver, after the last Ack: no further piece, and the source was held until now. Receiver -> sender:
+    everything has landed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,7 +383,9 @@ Global___Complete: _TypeAlias = Complete  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
-    """Either way: this transfer is over; the side that sends it will not touch the other's blocks again."""
+    """Either way: this transfer is over, and the side that sends it will name it in no other frame. Answered by an Abort,
+    unless the other side has sent one already.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

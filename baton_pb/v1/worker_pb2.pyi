@@ -291,12 +291,15 @@ class TransferStats(_message.Message):
     PIECES_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
     peer_worker_id: _builtins.str
     transport: _builtins.str
     bytes: _builtins.int
     pieces: _builtins.int
     refusals: _builtins.int
     seconds: _builtins.float
+    fallbacks: _builtins.int
+    """Connections that use this transport although a faster one was expected."""
     def __init__(
         self,
         *,
@@ -306,10 +309,11 @@ class TransferStats(_message.Message):
         pieces: _builtins.int = ...,
         refusals: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        fallbacks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "peer_worker_id", b"peer_worker_id", "pieces", b"pieces", "refusals", b"refusals", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "fallbacks", b"fallbacks", "peer_worker_id", b"peer_worker_id", "pieces", b"pieces", "refusals", b"refusals", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,136 @@
+"""All transfers of one worker: what the prefill and decode services hold. See `kvtransfer.interface` for the contract.
+
+    receiver                                        sender
+    grant ──────── Ticket (with the request) ─────► open_push
+                 ◄── connect, Hello, Open ────────
+                 ◄── Ready (piece is final) ────── announce, as each chunk or layer group is computed
+    copy, verify ── Ack ──────────────────────────►
+                 ◄── Complete (source was held) ── finish
+    landed ──────── Complete ─────────────────────► finished
+
+One connection for each pair and direction carries the control frames; the transports bring the bytes across.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+from baton_pb.v1 import transfer_pb2, worker_pb2
+from common.config import TransferConfig
+from common.errors import ConfigError
+from common.logs import log
+from kvtransfer.counters import TransferCounters
+from kvtransfer.dialer import Dialer
+from kvtransfer.landing import BlockLanding
+from kvtransfer.memory import Memory, copy_threads
+from kvtransfer.push import BlockPush
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Greeter, OwnPool, Sender
+from kvtransfer.store import BlockStore
+from kvtransfer.transports import shm
+from kvtransfer.wire import PROTOCOL
+
+logger = logging.getLogger(__name__)
+
+PING_S = 1.0
+DEAD_S = 3.0
+"""Three missed pings: the peer hangs, or the network is cut."""
+
+
+class TransferEndpoint:
+    """Implements `Endpoint`. Owned by the worker's asyncio loop."""
+
+    def __init__(
+        self, worker_id: str, host: str, store: BlockStore, config: TransferConfig, generation: int | None = None
+    ) -> None:
+        self.address = transfer_pb2.TransferAddress(
+            worker_id=worker_id, host_id=shm.host_id(), generation=generation or time.time_ns(), host=host
+        )
+        self._config = config
+        self._store = store
+        self._counters = TransferCounters()
+        self._threads = copy_threads(worker_id)
+        self._pool = OwnPool(Memory(store.buffer), store.layout, store.num_blocks, self._threads)
+        hello = transfer_pb2.Hello(
+            protocol=PROTOCOL,
+            worker_id=worker_id,
+            generation=self.address.generation,
+            layout=store.layout.to_pb(),
+            host_id=self.address.host_id,
+            num_blocks=store.num_blocks,
+        )
+        self._receiver = Receiver(
+            hello, store.layout, config.lease_s, config.checksum, config.connect_timeout_s, self._counters
+        )
+        greeter = Greeter(self._pool, hello, self._counters, config.inflight_bytes_max)
+        self._dialer = Dialer(config.transport, self.address.host_id, store.memfd)
+        self._sender = Sender(greeter, self._dialer, config.connect_timeout_s)
+        self._closing = asyncio.Event()
+        self._pinging = asyncio.create_task(self._ping())
+
+    @classmethod
+    async def start(cls, worker_id: str, host: str, store: BlockStore, config: TransferConfig) -> "TransferEndpoint":
+        """Open the doors that `config.transport` asks for.
+
+        Args:
+            worker_id: of the worker that owns `store`.
+            host: address that peers on other hosts reach this one by.
+            store: the worker's pool; stays alive until `close` has returned.
+            config: transport, checksum, leases, limits.
+
+        Raises:
+            ConfigError: the transport that was asked for cannot be offered here.
+        """
+        endpoint = cls(worker_id, host, store, config)
+        try:
+            await endpoint._open_doors()
+        except BaseException:
+            await endpoint.close()
+            raise
+        return endpoint
+
+    @property
+    def num_active(self) -> int:
+        """Landings and pushes alive; 0 at rest."""
+        return self._receiver.num_active + self._sender.num_active
+
+    def grant(self, block_ids: Sequence[int], first_block: int) -> BlockLanding:
+        """Make a ticket for reserved blocks; see `Endpoint.grant`."""
+        assert all(0 <= block < self._store.num_blocks for block in block_ids)
+        return self._receiver.grant(self.address, block_ids, first_block)
+
+    async def open_push(self, ticket: transfer_pb2.Ticket) -> BlockPush:
+        """Connect to the ticket's receiver and begin; see `Endpoint.open_push`."""
+        return await self._sender.open_push(ticket)
+
+    def stats(self) -> list[worker_pb2.TransferStats]:
+        """Return what was moved since the start, one entry for each peer and transport."""
+        return self._counters.snapshot()
+
+    async def close(self) -> None:
+        """End every transfer and connection. Returns when nothing touches the pool any more."""
+        self._closing.set()
+        await self._pinging
+        await self._sender.close()
+        await self._receiver.close()
+        self._threads.shutdown()
+
+    async def _open_doors(self) -> None:
+        if self._config.transport in ("auto", "shm"):
+            door = shm.ShmDoor(self._pool.memory, self._threads, self._store.layout.block_bytes)
+            self._receiver.listen(door)
+            self.address.shm_path = door.path
+            if self._store.memfd is None and self._config.transport == "shm":
+                raise ConfigError("transport is shm, but the pool has no memfd to share")
+        log(logger, logging.INFO, "transfer endpoint is open", worker_id=self.address.worker_id)
+
+    async def _ping(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PING_S):
+                    await self._closing.wait()
+            self._receiver.ping(loop.time(), PING_S, DEAD_S)
+            self._sender.ping(loop.time(), PING_S, DEAD_S)

@@ -1,0 +1,218 @@
+"""The receiver's side of one ticket: what may be written, what was written, and when it is quiet."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from baton_pb.v1 import transfer_pb2
+from common.errors import BatonError, TransferError
+from kvtransfer.activity import Activity, Stop
+from kvtransfer.coverage import Coverage
+from kvtransfer.interface import LandingReport
+from kvtransfer.layout import BlockLayout
+from kvtransfer.pieces import PIECE_BLOCKS_MAX, Piece, Run, piece_bytes, runs_of
+from kvtransfer.ticket import run_tag, tag_base
+from kvtransfer.transports.base import InboundLink
+from kvtransfer.wire import abort_frame
+
+logger = logging.getLogger(__name__)
+
+QUIET_TIMEOUT_S = 1.0
+"""How long an abort waits for what is under way before it breaks the link."""
+
+
+class SenderPeer(Protocol):
+    """What a landing needs of the connection on which its ticket was opened."""
+
+    worker_id: str
+    num_blocks: int
+
+    @property
+    def link(self) -> InboundLink:
+        """Brings pieces across."""
+        ...
+
+    @property
+    def last_received(self) -> float:
+        """Loop time of the last sign of life."""
+        ...
+
+    def send(self, frame: transfer_pb2.TransferFrame) -> None:
+        """Send a control frame."""
+        ...
+
+    def lose(self, error: BatonError) -> None:
+        """Break the connection and its link."""
+        ...
+
+    def count_piece(self, num_bytes: int) -> None:
+        """Count a verified piece."""
+        ...
+
+    def count_refusal(self) -> None:
+        """Count something that was not believed."""
+        ...
+
+
+class BlockLanding:
+    """Implements `Landing`.
+
+        granted ──Open──► open ──Complete, nothing missing──► landed
+           │               │
+           └───── fail ────┴──► failed ──nothing under way──► quiet
+
+    Nothing is believed before Complete, and the sender sends Complete only after every Ack, while it still holds the
+    source blocks. So a sender that gave up may overwrite its blocks at once: what this side may still be copying is
+    never used, with or without checksums.
+
+    The lease: while nothing is under way, any frame of the sender renews it (it pings each second); a piece that is
+    under way must land within it; a ticket that nobody opens lives for one lease.
+    """
+
+    def __init__(
+        self,
+        ticket: transfer_pb2.Ticket,
+        layout: BlockLayout,
+        on_failed: Callable[[], object],
+        on_over: Callable[[], object],
+    ) -> None:
+        self.ticket = ticket
+        self.is_over = False
+        self.seconds = 0.0
+        self._stop = Stop()
+        self._layout = layout
+        self._coverage = Coverage(len(ticket.block_ids), range(ticket.layer_begin, ticket.layer_end))
+        self._activity = Activity()
+        self._peer: SenderPeer | None = None
+        self._num_pieces = 0
+        self._num_runs = 0
+        self._tag_base = tag_base(ticket.transfer_id, ticket.secret)
+        self._num_bytes = 0
+        self._on_failed = on_failed
+        self._on_over = on_over
+        self._loop = asyncio.get_running_loop()
+        self._opened = self._progress = self._loop.time()
+        self._lease = self._loop.call_later(ticket.lease_s, self._check_lease)
+        self._outcome: asyncio.Future[LandingReport] = self._loop.create_future()
+        self._outcome.add_done_callback(lambda done: done.exception())  # it may end while nobody waits
+
+    @property
+    def is_landed(self) -> bool:
+        """Whether it ended with success."""
+        return self.is_over and self._outcome.exception() is None
+
+    async def landed(self) -> LandingReport:
+        """Wait for the outcome; see `Landing.landed`."""
+        report = await asyncio.shield(self._outcome)
+        self._on_over()
+        return report
+
+    async def abort(self, reason: str) -> None:
+        """Give up and wait until it is quiet; see `Landing.abort`."""
+        self.fail(TransferError(f"aborted by the receiver: {reason}"))
+        if not await self._activity.quiet(QUIET_TIMEOUT_S) and self._peer is not None:
+            self._peer.lose(TransferError(f"a piece is stuck {QUIET_TIMEOUT_S} s after an abort"))
+        while not await self._activity.quiet(self.ticket.lease_s):
+            logger.error("%d landing blocks stay in quarantine: a write is unconfirmed", len(self.ticket.block_ids))
+        self._on_over()
+
+    def fail(self, error: BatonError) -> None:
+        """End with an error, unless it is over; the sender is told."""
+        if self.is_over:
+            return
+        self._end()
+        self._stop.is_set = True
+        self._outcome.set_exception(error)
+        self._on_failed()
+        if self._peer is not None:
+            self._peer.send(abort_frame(self.ticket.transfer_id, error))
+
+    def open(self, peer: SenderPeer) -> None:
+        """Bind the ticket to the connection of the sender that showed its secret."""
+        assert self._peer is None
+        self._peer = peer
+        self._opened = self._progress = self._loop.time()
+
+    def receive(self, ready: transfer_pb2.Ready) -> None:
+        """Begin to receive a piece; one of a transfer that is over passes by.
+
+        Raises:
+            TransferError: out of range, out of order, sent twice. Nothing was begun.
+        """
+        assert self._peer is not None
+        piece = Piece(ready.first, tuple(ready.source_block_ids), range(ready.layer_begin, ready.layer_end))
+        runs = self._runs(piece, ready, self._peer.num_blocks)
+        self._num_pieces += 1
+        self._num_runs += len(runs)
+        if self.is_over:
+            self._peer.link.discard(runs, ready.tag)
+            return
+        self._coverage.add(piece.first, len(piece.block_ids), piece.layers)
+        if self._activity.is_quiet:
+            self._progress = self._loop.time()
+        self._activity.begin()
+        receiving = self._peer.link.receive(runs, ready.tag, self.ticket.checksum, self._stop)
+        receiving.add_done_callback(partial(self._piece_done, ready.seq, ready.num_bytes, ready.checksum))
+
+    def complete(self, num_pieces: int) -> None:
+        """End with success.
+
+        Raises:
+            TransferError: something is missing or still under way.
+        """
+        assert self._peer is not None
+        if self.is_over:
+            return
+        if num_pieces != self._num_pieces or not self._activity.is_quiet:
+            raise TransferError(f"complete after {num_pieces} pieces, {self._num_pieces} were announced")
+        if missing := self._coverage.num_missing:
+            raise TransferError(f"complete, but {missing} of {len(self.ticket.block_ids)} blocks were never sent")
+        self._end()
+        self.seconds = self._loop.time() - self._opened
+        self._outcome.set_result(LandingReport(self._peer.link.name, self._num_bytes, self.seconds))
+
+    def _runs(self, piece: Piece, ready: transfer_pb2.Ready, num_source_blocks: int) -> list[Run]:
+        if ready.seq != self._num_pieces:
+            raise TransferError(f"piece {ready.seq} where {self._num_pieces} was due")
+        if ready.tag != run_tag(self._tag_base, self._num_runs):
+            raise TransferError(f"piece {ready.seq} under a foreign tag")
+        if len(piece.block_ids) > PIECE_BLOCKS_MAX or any(block >= num_source_blocks for block in piece.block_ids):
+            raise TransferError("a piece of blocks that the sender's pool does not have")
+        self._coverage.check(piece.first, len(piece.block_ids), piece.layers)
+        if ready.num_bytes != piece_bytes(piece, self._layout):
+            raise TransferError(f"a piece of {ready.num_bytes} bytes, not {piece_bytes(piece, self._layout)}")
+        return runs_of(piece, self.ticket.block_ids, self._layout)
+
+    def _piece_done(self, seq: int, num_bytes: int, checksum: int, receiving: asyncio.Future[int | None]) -> None:
+        assert self._peer is not None
+        self._activity.end()
+        error = TransferError("cancelled") if receiving.cancelled() else receiving.exception()
+        if self.is_over:
+            return
+        if error is not None:
+            self.fail(error if isinstance(error, BatonError) else TransferError(f"piece {seq}: {error!r}"))
+        elif self.ticket.checksum and receiving.result() != checksum:
+            self._peer.count_refusal()
+            self.fail(TransferError(f"piece {seq} of {num_bytes} bytes arrived with a wrong checksum"))
+        else:
+            self._progress = self._loop.time()
+            self._num_bytes += num_bytes
+            self._peer.count_piece(num_bytes)
+            ack = transfer_pb2.Ack(transfer_id=self.ticket.transfer_id, seq=seq)
+            self._peer.send(transfer_pb2.TransferFrame(ack=ack))
+
+    def _check_lease(self) -> None:
+        renewed = self._progress
+        if self._peer is not None and self._activity.is_quiet:
+            renewed = max(renewed, self._peer.last_received)
+        left = renewed + self.ticket.lease_s - self._loop.time()
+        if left > 0:
+            self._lease = self._loop.call_later(left, self._check_lease)
+        else:
+            self.fail(TransferError(f"no progress for {self.ticket.lease_s} s"))
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._lease.cancel()

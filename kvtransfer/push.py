@@ -1,0 +1,223 @@
+"""The sender's side of one ticket: what was announced, what was acknowledged, and when nobody reads the source."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from baton_pb.v1 import transfer_pb2
+from common.errors import BatonError, TransferError, WorkerLostError
+from kvtransfer.activity import Activity, Stop
+from kvtransfer.interface import PushReport
+from kvtransfer.pieces import Piece
+from kvtransfer.ticket import TicketTerms, run_tag, tag_base
+from kvtransfer.wire import FrameError, abort_frame
+
+QUIET_TIMEOUT_S = 1.0
+"""How long an abort waits for what is under way before it breaks the link."""
+
+
+class ReceiverPeer(Protocol):
+    """What a push needs of the connection to its receiver."""
+
+    @property
+    def transport(self) -> str:
+        """Name of the link's transport."""
+        ...
+
+    @property
+    def last_ack(self) -> float:
+        """Loop time of the last Ack of any push on this connection."""
+        ...
+
+    @property
+    def num_source_blocks(self) -> int:
+        """Blocks in the own pool."""
+        ...
+
+    def enqueue(self, push: "BlockPush", piece: Piece) -> None:
+        """Send a piece when it is its turn."""
+        ...
+
+    def give_back(self, num_bytes: int) -> None:
+        """Let other pieces use the room of one that is acknowledged or given up."""
+        ...
+
+    def send(self, frame: transfer_pb2.TransferFrame) -> None:
+        """Send a control frame."""
+        ...
+
+    def lose(self, error: BatonError) -> None:
+        """Break the connection and its link."""
+        ...
+
+
+class BlockPush:
+    """Implements `Push`.
+
+        opening ──Open back──► open ──finish──► finishing ──all acknowledged, Complete there and back──► finished
+            │                   │                   │
+            └────── fail ───────┴───────────────────┴──► failed ──nothing reads the source──► quiet
+
+    Complete goes out only after the last Ack and while the source blocks are still held: it vouches for every byte.
+    That is why a failed push may release its blocks as soon as no thread or request of this process reads them; a
+    receiver that still copies from them will never believe what it gets.
+    """
+
+    def __init__(self, peer: ReceiverPeer, terms: TicketTerms, landing_ids: Sequence[int]) -> None:
+        self.terms = terms
+        self.landing_ids = tuple(landing_ids)
+        self.activity = Activity()
+        self.stop = Stop()
+        self.is_over = False
+        self.seconds = 0.0
+        self._num_runs = 0
+        self._tag_base = tag_base(terms.transfer_id, terms.secret)
+        self._peer = peer
+        self._num_queued = 0
+        self._num_sent = 0
+        self._unacknowledged: dict[int, int] = {}
+        self._num_bytes = 0
+        self._is_finishing = False
+        self._loop = asyncio.get_running_loop()
+        self._started = self._progress = self._loop.time()
+        self._lease: asyncio.TimerHandle | None = None
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._outcome: asyncio.Future[PushReport] = self._loop.create_future()
+        for future in (self._opened, self._outcome):
+            future.add_done_callback(lambda done: done.exception())  # they may end while nobody waits
+        self.on_over: Callable[[], object] = lambda: None
+        """Called when the owner knows the outcome; set by the sender."""
+
+    @property
+    def transport(self) -> str:
+        """How the bytes travel."""
+        return self._peer.transport
+
+    @property
+    def next_tag(self) -> int:
+        """Tag of the first run of the next piece."""
+        return run_tag(self._tag_base, self._num_runs)
+
+    def announce(self, first: int, block_ids: Sequence[int], layers: range | None = None) -> None:
+        """Queue pieces; see `Push.announce`."""
+        layers = self.terms.layers if layers is None else layers
+        assert not self._is_finishing
+        assert 0 <= first <= first + len(block_ids) <= self.terms.num_blocks
+        assert all(0 <= block < self._peer.num_source_blocks for block in block_ids)
+        assert self.terms.layers.start <= layers.start < layers.stop <= self.terms.layers.stop
+        if not block_ids or self.is_over:
+            return
+        self._watch_progress()
+        self._peer.enqueue(self, Piece(first, tuple(block_ids), layers))
+
+    async def opened(self) -> None:
+        """Wait until the receiver has accepted the ticket; raises what it answered instead."""
+        await asyncio.shield(self._opened)
+
+    async def finish(self) -> PushReport:
+        """Wait for the confirmation of all pieces; see `Push.finish`."""
+        self._is_finishing = True
+        self._watch_progress()
+        self._complete_if_done()
+        report = await asyncio.shield(self._outcome)
+        self.on_over()
+        return report
+
+    async def abort(self, reason: str) -> None:
+        """Give up and wait until it is quiet; see `Push.abort`."""
+        self.fail(TransferError(f"aborted by the sender: {reason}"))
+        if not await self.activity.quiet(QUIET_TIMEOUT_S):
+            self._peer.lose(TransferError(f"a piece is stuck {QUIET_TIMEOUT_S} s after an abort"))
+        while not await self.activity.quiet(self.terms.sender_lease_s):
+            pass  # the link is broken and confirms soon; the blocks are not safe before
+        self.on_over()
+
+    def fail(self, error: BatonError, tell_receiver: bool = True) -> None:
+        """End with an error, unless it is over."""
+        if self.is_over:
+            return
+        self._end()
+        self.stop.is_set = True
+        self._outcome.set_exception(error)
+        if not self._opened.done():
+            self._opened.set_exception(error)
+        self._peer.give_back(sum(self._unacknowledged.values()))
+        self._unacknowledged.clear()
+        if tell_receiver:
+            self._peer.send(abort_frame(self.terms.transfer_id, error))
+
+    def accepted(self) -> None:
+        """Note the receiver's answer to Open."""
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def queued(self, count: int) -> None:
+        """Note that so many pieces wait to be sent."""
+        self._num_queued += count
+
+    def sent(self, num_bytes: int, num_runs: int) -> int:
+        """Note that a queued piece is on its way, and return its number."""
+        seq = self._num_sent
+        self._num_sent += 1
+        self._num_queued -= 1
+        self._num_runs += num_runs
+        self._unacknowledged[seq] = num_bytes
+        return seq
+
+    def acknowledged(self, seq: int) -> int:
+        """Note that a piece is in place, and return its bytes (0: the push is over, nobody counts).
+
+        Raises:
+            FrameError: not sent, or acknowledged before.
+        """
+        if self.is_over:
+            return 0
+        if seq not in self._unacknowledged:
+            raise FrameError(f"Ack of piece {seq}, which is not under way")
+        num_bytes = self._unacknowledged.pop(seq)
+        self._num_bytes += num_bytes
+        self._progress = self._loop.time()
+        self._peer.give_back(num_bytes)
+        self._complete_if_done()
+        return num_bytes
+
+    def completed(self) -> None:
+        """Note that the receiver has confirmed everything.
+
+        Raises:
+            FrameError: it cannot have.
+        """
+        if self.is_over:
+            return
+        if not self._is_finishing or self._num_queued or self._unacknowledged:
+            raise FrameError("Complete from a receiver that has not got everything")
+        self._end()
+        self.seconds = self._loop.time() - self._started
+        self._outcome.set_result(PushReport(self.transport, self._num_bytes, self.seconds))
+
+    def _complete_if_done(self) -> None:
+        if self._is_finishing and not self.is_over and not self._num_queued and not self._unacknowledged:
+            complete = transfer_pb2.Complete(transfer_id=self.terms.transfer_id, num_pieces=self._num_sent)
+            self._peer.send(transfer_pb2.TransferFrame(complete=complete))
+
+    def _watch_progress(self) -> None:
+        """Start the sender's lease if nothing was under way: it runs only while the receiver owes an answer."""
+        if self._lease is None and not self.is_over:
+            self._progress = self._loop.time()
+            self._lease = self._loop.call_later(self.terms.sender_lease_s, self._check_lease)
+
+    def _check_lease(self) -> None:
+        self._lease = None
+        if not (self._is_finishing or self._num_queued or self._unacknowledged):
+            return
+        # Pieces queued behind those of other pushes wait for the peer as a whole.
+        left = max(self._progress, self._peer.last_ack) + self.terms.sender_lease_s - self._loop.time()
+        if left > 0:
+            self._lease = self._loop.call_later(left, self._check_lease)
+        else:
+            self.fail(WorkerLostError(f"the receiver made no progress for {self.terms.sender_lease_s} s"))
+
+    def _end(self) -> None:
+        self.is_over = True
+        if self._lease is not None:
+            self._lease.cancel()

@@ -1,0 +1,117 @@
+"""The interface of a way to move bytes between one sender and one receiver; one file implements each way.
+
+The control connection, tickets, leases and flow control are the same for all: `kvtransfer.sender` and
+`kvtransfer.receiver` own them, and ask a link only to bring pieces across.
+"""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from baton_pb.v1 import transfer_pb2
+from common.errors import BatonError
+from kvtransfer.activity import Stop
+from kvtransfer.pieces import Run
+
+
+class OutboundLink(Protocol):
+    """The sender's half of a link to one receiver."""
+
+    @property
+    def name(self) -> str:
+        """The transport, e.g. "shm"."""
+        ...
+
+    def send(self, runs: Sequence[Run], tag: int) -> asyncio.Future[None] | None:
+        """Start sending runs, after their Ready frame.
+
+        Args:
+            runs: what to send, in order.
+            tag: of the first run; run i has tag + i. Not used before and not used again.
+
+        Returns:
+            Done when the source is not read any more; an exception means that the link is broken. None: the receiver
+            fetches the bytes itself, and only its Ack or the end of the transfer matter.
+        """
+        ...
+
+    def close(self) -> None:
+        """Break the link at once: whatever was started comes to an end soon. Any number of times."""
+        ...
+
+
+class InboundLink(Protocol):
+    """The receiver's half of a link to one sender."""
+
+    @property
+    def name(self) -> str:
+        """The transport, e.g. "shm"."""
+        ...
+
+    def receive(self, runs: Sequence[Run], tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
+        """Bring runs into the pool.
+
+        Args:
+            runs: checked against both pools.
+            tag: as for `OutboundLink.send`.
+            checksum: whether to hash what arrived.
+            stop: the result is not wanted any more; end early if possible.
+
+        Returns:
+            Done when nothing writes to the targets any more: xxh3_64 of the bytes, None without checksum, or an
+            exception.
+        """
+        ...
+
+    def discard(self, runs: Sequence[Run], tag: int) -> None:
+        """Let runs of a transfer that is over pass by without writing them anywhere."""
+        ...
+
+    def close(self) -> None:
+        """Break the link at once: whatever was started comes to an end soon. Any number of times."""
+        ...
+
+
+class LinkOwner(Protocol):
+    """The connection that a link belongs to, as the link sees it."""
+
+    def link_is_up(self) -> None:
+        """Let pieces pass."""
+        ...
+
+    def lose(self, error: BatonError) -> None:
+        """End the connection, because the link is broken."""
+        ...
+
+
+class Greeting(NamedTuple):
+    """What the door of a transport makes of a sender's Hello."""
+
+    link: InboundLink
+    extra: bytes
+    """For the answer."""
+    is_up: bool
+    """False: `LinkOwner.link_is_up` follows when pieces can pass."""
+
+
+class Door(Protocol):
+    """Where senders of one transport knock."""
+
+    @property
+    def name(self) -> str:
+        """The transport."""
+        ...
+
+    @property
+    def sock(self) -> socket.socket:
+        """Listening, non-blocking."""
+        ...
+
+    def check(self, sock: socket.socket) -> None:
+        """Refuse a connection by what the kernel says of its peer; raises a `BatonError`."""
+        ...
+
+    def greet(self, hello: transfer_pb2.Hello, fd: int | None, owner: LinkOwner) -> Greeting:
+        """Make the link; closes `fd`. Raises a `BatonError` to refuse."""
+        ...
