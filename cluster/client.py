@@ -1,0 +1,88 @@
+"""A small synchronous client of the gateway, for the command line and for tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import grpc
+
+from baton_pb.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
+from common.errors import WorkerLostError
+from common.status import typed_rpc_errors
+
+_MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+_STATUS_TIMEOUT_S = 10.0
+
+
+class Client:
+    """One connection to a gateway. Not safe to share between threads; use it in a `with` block."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        options = [
+            ("grpc.max_send_message_length", _MESSAGE_BYTES_MAX),
+            ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
+        ]
+        self._channel = grpc.insecure_channel(address, options)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; running calls are cancelled."""
+        self._channel.close()
+
+    def generate(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        """Send a request and yield what comes back; the last response carries `finished`. Closing the iterator cancels.
+
+        Args:
+            request: see proto/baton_pb/v1/inference.proto.
+            timeout_s: deadline for the whole answer, None for none.
+
+        Raises:
+            BatonError: with the class and the words that the cluster gave; `WorkerLostError` if it cannot be reached.
+        """
+        call = self._inference.Generate(request, timeout=timeout_s)
+        try:
+            with self._errors():
+                yield from call
+        finally:
+            call.cancel()  # type: ignore[no-untyped-call]  # the stubs leave it untyped
+
+    def status(self, timeout_s: float = _STATUS_TIMEOUT_S) -> admin_pb2.ClusterStatus:
+        """Return the cluster's status.
+
+        Raises:
+            BatonError: as for `generate`.
+        """
+        with self._errors():
+            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=timeout_s)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with typed_rpc_errors():
+                yield
+        except WorkerLostError as error:
+            if "failed to connect" in error.message:
+                raise WorkerLostError(
+                    f"nobody listens on {self.address}: start a cluster with `baton serve`, or name one with --addr"
+                ) from error
+            raise
+
+
+def chat_request(messages: list[tuple[str, str]], sampling: common_pb2.SamplingParams) -> inference_pb2.GenerateRequest:
+    """Return a request for the next turn of a conversation, given as (role, content) pairs."""
+    chat = inference_pb2.ChatMessages(
+        messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    )
+    return inference_pb2.GenerateRequest(chat=chat, sampling=sampling)

@@ -1,0 +1,1 @@
+"""What the commands of `baton` do; cluster/cli.py declares them."""

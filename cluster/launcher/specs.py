@@ -1,0 +1,78 @@
+"""From the configuration to the processes of a cluster: what each hosts, how it is started, what Ray reserves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.launcher import processes
+from cluster.model_store import ModelFolder
+from cluster.supervisor.fleet import Launch, Member, Role
+from common.config import ClusterConfig, PrefillConfig
+
+# Entry strings: imported inside the actors only.
+_ROUTER = "cluster.launcher.router_actor:open_router"
+_GATEWAY = "cluster.launcher.gateway_actor:open_gateway"
+_WORKER = "cluster.launcher.worker_actor:open_worker"
+_PREFILL_WORKER = "prefill.worker:PrefillWorker"
+_DECODE_WORKER = "decode.worker:DecodeWorker"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process: a member of the fleet, and how to start it."""
+
+    member: Member
+    entry: str
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, str]
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+
+    def arguments_for(self, launch: Launch) -> dict[str, Any]:
+        """Return the entry's arguments for one life, which has to listen where the last one did."""
+        port = None if launch.address is None else int(launch.address.rpartition(":")[2])
+        match self.member.role:
+            case Role.ROUTER:
+                return {**self.arguments, "port": port or 0}
+            case Role.GATEWAY:
+                config = self.arguments["config"]
+                if port is not None:
+                    config = config.model_copy(update={"grpc_port": port})
+                return {**self.arguments, "config": config, "router_address": launch.router_address}
+            case _:
+                return dict(self.arguments)
+
+
+def service_specs(config: ClusterConfig, model: ModelFolder) -> list[ServiceSpec]:
+    """Return one spec for each process of the cluster: router, gateway, then the workers."""
+    control = processes.control_environment()
+    heartbeat_s = config.supervisor.heartbeat_s
+    router = ServiceSpec(
+        Member("router", Role.ROUTER), _ROUTER, {"config": config.router, "heartbeat_s": heartbeat_s}, control
+    )
+    gateway = ServiceSpec(
+        Member("gateway", Role.GATEWAY),
+        _GATEWAY,
+        {"config": config.gateway, "model_dir": model.path, "model_id": model.model_id},
+        control,
+    )
+    counts = {Role.PREFILL: config.prefill.workers, Role.DECODE: config.decode.workers, Role.BOTH: config.both.workers}
+    workers = [_worker(config, model, role, number) for role, count in counts.items() for number in range(count)]
+    return [router, gateway, *workers]
+
+
+def _worker(config: ClusterConfig, model: ModelFolder, role: Role, number: int) -> ServiceSpec:
+    member = Member(f"{role.value}-{number}", role)
+    settings = config.prefill if role is Role.PREFILL else config.decode
+    arguments = {
+        "worker_class": _PREFILL_WORKER if isinstance(settings, PrefillConfig) else _DECODE_WORKER,
+        "worker_id": member.name,
+        "model_dir": model.path,
+        "model_id": model.model_id,
+        "engine": config.engine,
+        "role": settings,
+        "transfer": config.transfer,
+        "heartbeat_s": config.supervisor.heartbeat_s,
+    }
+    environment = processes.worker_environment(config.engine)
+    return ServiceSpec(member, _WORKER, arguments, environment, config.ray.cpus_per_worker, config.ray.gpus_per_worker)
