@@ -1,0 +1,77 @@
+"""Config -> a loaded backend, a pool in the layout it wants, and the runner that ties them."""
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from common.config import EngineConfig
+from common.errors import ConfigError
+from common.logs import log
+from engine.backend import BackendFacts, load_backend
+from engine.engine import Limits
+from engine.kv_cache import KVCache, blocks_within
+from engine.model_runner import ModelRunner
+from kvtransfer.layout import BlockLayout
+
+logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """The parts of an Engine, in the order of its arguments."""
+
+    runner: ModelRunner
+    kv: KVCache
+    limits: Limits
+
+
+def load_runner(model_dir: Path, config: EngineConfig, model_id: str) -> Loaded:
+    """Load what `Engine.load` puts together; see there for arguments and errors."""
+    name, backend = load_backend(model_dir, config)
+    try:
+        facts = backend.facts
+        context_tokens = _context_tokens(facts, config)
+        layout = BlockLayout(
+            model_id,
+            _kv_dtype(name, facts, config),
+            config.block_tokens,
+            facts.num_layers,
+            facts.num_kv_heads,
+            facts.head_dim,
+        )
+        kv = KVCache(layout, config.pool_blocks or blocks_within(layout, config.pool_mib))
+        runner = ModelRunner(name, backend, kv, config.threads)
+    except BaseException:
+        backend.close()
+        raise
+    log(
+        logger,
+        logging.INFO,
+        "model loaded",
+        model=model_id,
+        backend=name,
+        weights=facts.weights,
+        kv_dtype=layout.dtype,
+        blocks=kv.num_blocks,
+        block_bytes=layout.block_bytes,
+    )
+    return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids))
+
+
+def _context_tokens(facts: BackendFacts, config: EngineConfig) -> int:
+    if config.context_tokens is None:
+        return facts.context_tokens
+    if config.context_tokens > facts.context_tokens:
+        raise ConfigError(
+            f"engine.context_tokens={config.context_tokens} is more than the model's window of {facts.context_tokens}"
+        )
+    return config.context_tokens
+
+
+def _kv_dtype(name: str, facts: BackendFacts, config: EngineConfig) -> str:
+    if config.kv_dtype == "auto":
+        return facts.kv_dtypes[0]
+    if config.kv_dtype not in facts.kv_dtypes:
+        raise ConfigError(
+            f"engine.kv_dtype={config.kv_dtype} is not available with backend {name}: {', '.join(facts.kv_dtypes)}"
+        )
+    return config.kv_dtype

@@ -1,0 +1,51 @@
+"""One forward pass over scheduled chunks, and the sampling after it."""
+
+import os
+import threading
+from collections.abc import Sequence as Seq
+
+import torch
+
+from engine.backend import Backend
+from engine.batch import make_batch
+from engine.engine import ScheduledChunk, TokenOutput
+from engine.kv_cache import KVCache
+from engine.sampler import Sampler
+
+
+class ModelRunner:
+    """Implements engine.engine.Runner over a backend. Called from the loop's compute thread only."""
+
+    def __init__(self, name: str, backend: Backend, kv: KVCache, threads: int) -> None:
+        """Tie a loaded backend to its pool.
+
+        Args:
+            name: of the backend, for status.
+            backend: loaded, not attached yet.
+            kv: the pool.
+            threads: compute threads; 0: as many as this process may run on.
+        """
+        self.backend = name
+        self._model = backend
+        self._block_tokens = kv.layout.block_tokens
+        self._sampler = Sampler(backend.facts.eos_token_ids)
+        self._threads = threads or len(os.sched_getaffinity(0))
+        self._compute_thread: int | None = None
+        backend.attach(kv)
+
+    @torch.inference_mode()
+    def run(self, batch: Seq[ScheduledChunk]) -> list[TokenOutput | None]:
+        """Write the chunks' KV; return a token for each chunk that reaches its sequence's end."""
+        if self._compute_thread != threading.get_ident():
+            # OpenMP keeps its thread count for each calling thread.
+            torch.set_num_threads(self._threads)
+            self._compute_thread = threading.get_ident()
+        logits = self._model.forward(make_batch(batch, self._block_tokens))
+        ending = [chunk.sequence for chunk in batch if chunk.reaches_end]
+        assert logits.shape[0] == len(ending)
+        tokens = iter(self._sampler.sample(logits, ending) if ending else ())
+        return [next(tokens) if chunk.reaches_end else None for chunk in batch]
+
+    def close(self) -> None:
+        """Drop weights and pool views."""
+        self._model.close()

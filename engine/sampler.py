@@ -1,0 +1,170 @@
+"""Logits -> token ids, for a whole batch at once. A row's result depends on that row alone.
+
+Order, as in vLLM: bias and suppressed stop tokens, penalties, temperature, min_p, top_k, top_p, one uniform draw.
+Randomness is a function of (seed, position in the output) and nothing else, so a sequence that moves to another worker
+goes on with the same draws.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from engine.engine import TokenOutput
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+_U64 = (1 << 64) - 1
+_LIKELY = 1024
+"""Most likely tokens that are looked at before the whole vocabulary is sorted for top_p: 10 times cheaper."""
+
+
+class Sampler:
+    """Chooses the next token of each row. Holds no state but what is true of the model."""
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[TokenOutput]:
+        """Choose a token for each row.
+
+        Args:
+            logits: [R, V] fp32; may be overwritten.
+            sequences: R sequences, whose tokens are what came before.
+        """
+        asked = [sequence.sampling.logprobs for sequence in sequences]
+        logprobs = logits.log_softmax(-1) if any(count is not None for count in asked) else None
+        rules = [sequence.sampling for sequence in sequences]
+        self._shift(logits, sequences)
+        chosen = logits.argmax(-1)
+        random_rows = [row for row, params in enumerate(rules) if not params.is_greedy]
+        if random_rows:
+            uniforms = [uniform(rules[row].seed, sequences[row].num_output_tokens) for row in random_rows]
+            chosen[random_rows] = draw(logits[random_rows], [rules[row] for row in random_rows], uniforms)
+        if logprobs is None:
+            return [TokenOutput(token_id, None, []) for token_id in chosen.tolist()]
+        return _with_logprobs(chosen, logprobs, asked)
+
+    def _shift(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+        """Apply bias, min_tokens and penalties in place, to the rows that have them."""
+        for row, sequence in enumerate(sequences):
+            params = sequence.sampling
+            if params.logit_bias:
+                ids = list(params.logit_bias)
+                logits[row, ids] += torch.tensor([params.logit_bias[token_id] for token_id in ids])
+            if sequence.num_output_tokens < params.min_tokens:
+                stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
+                # Not -inf: with every token suppressed there would be nothing to choose from.
+                logits[row, list(stops)] = torch.finfo(logits.dtype).min
+            if params.has_penalties:
+                _penalize(logits[row], sequence)
+
+
+def _penalize(logits: torch.Tensor, sequence: Sequence) -> None:
+    """Apply the three penalties to one row, [V], in place.
+
+    Repetition counts prompt and output (Keskar et al., CTRL, 2019: section 4.1), presence and frequency the output
+    alone (OpenAI API); all follow from the token ids, so they survive a move.
+    """
+    params = sequence.sampling
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(torch.tensor(sequence.token_ids))
+        scores = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    if output and (params.presence_penalty or params.frequency_penalty):
+        made, counts = torch.unique(torch.tensor(output), return_counts=True)
+        logits[made] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def draw(logits: torch.Tensor, rules: Seq[SamplingParams], uniforms: Seq[float]) -> torch.Tensor:
+    """Draw one token from each row's filtered distribution.
+
+    Args:
+        logits: [R, V] fp32, before temperature.
+        rules: R.
+        uniforms: R numbers in [0, 1): where in the cumulative distribution, in order of token id, the token lies.
+
+    Returns:
+        [R] i64.
+    """
+    temperature = torch.tensor([params.temperature for params in rules])[:, None]
+    # The largest becomes 0 first, so that a tiny temperature cannot overflow.
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature
+    scores = keep_likely(scores, rules)
+    # In fp64: over a large vocabulary an fp32 running sum loses the unlikely tokens.
+    cumulative = scores.double().softmax(-1).cumsum(-1)
+    total = cumulative[:, -1:]
+    target = torch.tensor(uniforms, dtype=torch.float64)[:, None] * total
+    target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+
+
+def keep_likely(scores: torch.Tensor, rules: Seq[SamplingParams]) -> torch.Tensor:
+    """Return `scores` with -inf where min_p, top_k or top_p exclude a token.
+
+    Each filter is a threshold, so tokens that tie with the last one kept are kept too and no sort order matters; the
+    most likely token always stays.
+
+    Args:
+        scores: [R, V] fp32, with the temperature applied and a largest value of 0 in each row.
+        rules: R.
+    """
+    vocab_tokens = scores.shape[1]
+    if any(params.min_p > 0 for params in rules):
+        # p >= min_p * p_max, and log p_max is 0 here up to a constant of the row.
+        floor = torch.tensor([params.min_p for params in rules]).log()[:, None]
+        scores = scores.masked_fill(scores < floor, -torch.inf)
+    if any(0 < params.top_k < vocab_tokens for params in rules):
+        counts = torch.tensor([min(params.top_k, vocab_tokens) or vocab_tokens for params in rules])[:, None]
+        limited = torch.where(counts < vocab_tokens, counts, 1)
+        kth = scores.topk(int(limited.max()), -1).values.gather(-1, limited - 1)
+        scores = scores.masked_fill((scores < kth) & (counts < vocab_tokens), -torch.inf)
+    if any(params.top_p < 1 for params in rules):
+        top_p = torch.tensor([params.top_p for params in rules])[:, None]
+        scores = scores.masked_fill(scores < _nucleus_floor(scores, top_p), -torch.inf)
+    return scores
+
+
+def _nucleus_floor(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return [R, 1], the score of the last token needed to reach `top_p`; -inf where it is 1."""
+    log_total = scores.double().logsumexp(-1, keepdim=True)
+    count = min(_LIKELY, scores.shape[1])
+    while True:
+        likely = scores.topk(count, -1).values
+        mass = (likely.double() - log_total).exp().cumsum(-1)
+        # A token is needed as long as those before it have not reached top_p.
+        needed = (mass < top_p).sum(-1, keepdim=True)
+        if count == scores.shape[1] or bool(((needed < count) | (top_p >= 1)).all()):
+            floor = likely.gather(-1, needed.clamp(max=count - 1))
+            return torch.where(top_p < 1, floor, -torch.inf)
+        count = scores.shape[1]
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the number in [0, 1) of output `position` under `seed`: two rounds of SplitMix64 (Steele et al., 2014)."""
+    return (_split_mix(_split_mix(seed & _U64) ^ position) >> 11) * 2.0**-53
+
+
+def _split_mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _U64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _U64
+    return state ^ (state >> 31)
+
+
+def _with_logprobs(chosen: torch.Tensor, logprobs: torch.Tensor, asked: Seq[int | None]) -> list[TokenOutput]:
+    """Attach logprobs of the model's own distribution: before bias, penalties and temperature."""
+    most = min(max(count or 0 for count in asked), logprobs.shape[1])
+    top = logprobs.topk(most, -1)
+    values, ids = top.values.tolist(), top.indices.tolist()
+    own = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+    outputs = []
+    for row, (token_id, count) in enumerate(zip(chosen.tolist(), asked, strict=True)):
+        if count is None:
+            outputs.append(TokenOutput(token_id, None, []))
+        else:
+            outputs.append(
+                TokenOutput(token_id, own[row], list(zip(ids[row][:count], values[row][:count], strict=True)))
+            )
+    return outputs
