@@ -60,6 +60,8 @@ class PrefillConfig(Node):
 
     workers: Count = 1
     """How many."""
+    ray_resources: dict[str, float] = {}
+    """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
     token_budget: Positive = 512
     """Most prompt tokens in one step."""
     waiting_max: Positive = 256
@@ -71,6 +73,8 @@ class DecodeConfig(Node):
 
     workers: Count = 1
     """How many."""
+    ray_resources: dict[str, float] = {}
+    """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
     running_max: Positive = 64
     """Most sequences in one step."""
     token_budget: Positive = 256
