@@ -103,9 +103,8 @@ def describe_busy(status: admin_pb2.ClusterStatus) -> list[str]:
     busy = []
     for worker in status.workers:
         load = worker.load
-        for name in ("blocks_used", "queued_tokens", "waiting_sequences", "running_sequences", "transfers"):
-            if value := getattr(load, name):
-                busy.append(f"{worker.worker_id}: {name} {value}")
+        names = ("blocks_used", "queued_tokens", "waiting_sequences", "running_sequences", "transfers")
+        busy += [f"{worker.worker_id}: {name} {value}" for name in names if (value := getattr(load, name))]
         if worker.reservations:
             busy.append(f"{worker.worker_id}: reservations {worker.reservations}")
     if status.router.reservations:

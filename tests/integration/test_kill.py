@@ -1,4 +1,4 @@
-"""kill -9 of any process: its requests end in a typed error at once, new ones succeed, and nothing else is restarted."""
+"""kill -9 of any process: its requests end typed at once, new ones succeed, and nothing else is restarted."""
 
 import asyncio
 import time

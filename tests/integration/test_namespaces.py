@@ -119,8 +119,8 @@ def ray_start(hosts: Hosts, number: int, *arguments: str) -> None:
     resources = json.dumps({f"host{number}": 4})
     finish(
         hosts.start(
-            number, ray, "start", *arguments, f"--node-ip-address={address}", "--num-cpus=4", f"--resources={resources}",
-            "--object-store-memory=100000000", "--disable-usage-stats",
+            number, ray, "start", *arguments, f"--node-ip-address={address}", "--num-cpus=4",
+            f"--resources={resources}", "--object-store-memory=100000000", "--disable-usage-stats",
         )
     )  # fmt: skip
 
