@@ -5,6 +5,8 @@
 whole. An error is one line on standard error, exit code 1.
 """
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -68,7 +70,9 @@ def _write(source: Path, folder: Path, progress: Progress) -> None:
     tokenizer.save_pretrained(folder)
     _restore_pre_tokenizer(source, folder / "tokenizer.json")
     progress("weights", 0.25)
-    model = load_model(source)
+    # The GGUF reader draws a progress bar that nothing else turns off.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = load_model(source)
     progress("save", 0.85)
     # The loaded weights are plain fp32; these marks would make a reader look for the quantised file.
     del model.config.quantization_config
