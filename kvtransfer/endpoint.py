@@ -13,6 +13,7 @@ One connection for each pair and direction carries the control frames; the trans
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.config import TransferConfig
 from common.errors import ConfigError
 from common.logs import log
-from kvtransfer.counters import TransferCounters
+from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
 from kvtransfer.memory import Memory, copy_threads
@@ -115,16 +116,43 @@ class TransferEndpoint:
         await self._pinging
         await self._sender.close()
         await self._receiver.close()
+        if self._dialer.station is not None:
+            await self._dialer.station.close()
         self._threads.shutdown()
 
     async def _open_doors(self) -> None:
-        if self._config.transport in ("auto", "shm"):
+        transport = self._config.transport
+        if transport in ("auto", "shm"):
             door = shm.ShmDoor(self._pool.memory, self._threads, self._store.layout.block_bytes)
             self._receiver.listen(door)
             self.address.shm_path = door.path
-            if self._store.memfd is None and self._config.transport == "shm":
+            if transport == "shm" and self._store.memfd is None:
                 raise ConfigError("transport is shm, but the pool has no memfd to share")
-        log(logger, logging.INFO, "transfer endpoint is open", worker_id=self.address.worker_id)
+        if transport in ("auto", "ucx"):
+            try:
+                await self._open_ucx_door()
+            except (ImportError, OSError) as error:
+                if transport == "ucx":
+                    raise ConfigError(f"transport is ucx, which cannot be used here: {error}") from error
+                log(logger, logging.WARNING, f"no transfers between hosts: ucx cannot be used: {error}")
+        log(
+            logger,
+            logging.INFO,
+            "transfer endpoint is open",
+            worker_id=self.address.worker_id,
+            shm=self.address.shm_path or None,
+            ucx_port=self.address.ucx_port or None,
+        )
+
+    async def _open_ucx_door(self) -> None:
+        ucx = await asyncio.to_thread(importlib.import_module, "kvtransfer.transports.ucx")
+        station = ucx.UcxStation(
+            self.address.host, self._config.connect_timeout_s, lambda: self._counters.refused(UNKNOWN, ucx.NAME)
+        )
+        self._dialer.station = station
+        door = ucx.UcxDoor(station, self.address.host, self._pool.memory, self._threads)
+        self._receiver.listen(door)
+        self.address.ucx_port = door.port
 
     async def _ping(self) -> None:
         loop = asyncio.get_running_loop()
