@@ -22,6 +22,7 @@ from cluster.model_store import ModelFolder
 from cluster.supervisor.fleet import MemberState, Phase, Role
 from cluster.supervisor.probe import HealthProber
 from cluster.supervisor.supervisor import Supervisor
+from common import logs
 from common.clock import MonotonicClock
 from common.config import ClusterConfig
 from common.errors import BatonError, DeadlineError
@@ -43,6 +44,7 @@ def serve(config: ClusterConfig, ready_file: Path | None, report: Report) -> Non
         BatonError: the cluster did not come up; nothing is left of it.
     """
     host, gateway = config.gateway.host, config.gateway
+    logs.set_up("serve", config.log_level)
     processes.check_port_free(host, gateway.grpc_port, "gateway.grpc_port")
     asyncio.run(_Serving(config, ready_file, report).run())
 
@@ -61,6 +63,7 @@ class _Serving:
 
     async def run(self) -> None:
         """Start, announce, wait for the end, clean up."""
+        self._remove_ready_file()  # one that a killed predecessor left says nothing about us
         work = asyncio.create_task(self._lead())
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
@@ -70,8 +73,11 @@ class _Serving:
         except asyncio.CancelledError:
             self._report.step("stopped before the cluster was ready")
         finally:
-            if self._ready_file is not None:
-                self._ready_file.unlink(missing_ok=True)
+            self._remove_ready_file()
+
+    def _remove_ready_file(self) -> None:
+        if self._ready_file is not None:
+            self._ready_file.unlink(missing_ok=True)
 
     def _on_signal(self, work: "asyncio.Task[None]") -> None:
         if self._supervisor is None or not self._is_ready:

@@ -28,6 +28,7 @@ class ActorProcess:
         self._name = name
         self._is_local = is_local
         self._pid: int | None = None
+        self._is_leaving = False
 
     async def started(self) -> Place:
         """Wait until the service serves.
@@ -53,18 +54,24 @@ class ActorProcess:
         Raises:
             TimeoutError: it did not stop within `drain_timeout_s` and some seconds; the process is killed all the same.
         """
+        self._is_leaving = True
         try:
             async with asyncio.timeout(drain_timeout_s + 5.0):
                 await _typed(self._actor.stop.remote(drain_timeout_s), self._name)
-        except BatonError as error:
-            _LOG.info("%s was gone before it could be stopped: %s", self._name, error.message)
-        finally:
+                await _typed(self._actor.leave.remote(), self._name)
+        except WorkerLostError:
+            return  # the end of leave(), or it was gone before
+        except BaseException:
+            self._is_leaving = False
             self.kill()
+            raise
 
     def kill(self) -> None:
         """End the process at once, also one that hangs or was stopped by a signal."""
         import ray
 
+        if self._is_leaving:
+            return  # it is on its way out; a signal would only make Ray report a crash
         ray.kill(self._actor, no_restart=True)
         if self._is_local and self._pid is not None:
             processes.kill_process(self._pid)
@@ -132,4 +139,6 @@ async def _typed(reference: Any, name: str) -> Any:
         raise BatonError(f"{name}: {type(cause).__name__}: {' '.join(str(cause).split())}") from error
     except ray.exceptions.RayError as error:
         reason = " ".join(str(error).split())
+        if "worker process has died" in reason:  # killed or crashed: Ray's guesses at why are long
+            raise WorkerLostError(f"the process of {name} died") from error
         raise WorkerLostError(f"the process of {name} is gone: {reason[:300]}") from error

@@ -31,7 +31,14 @@ def prepare_ray(is_local: bool) -> None:
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     )
     if is_local:
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        os.environ.update(
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN=secrets.token_hex(32),
+            # After a kill -9 of this process Ray's agents try to tell its GCS, which is gone too, for so long (60 s by
+            # default) before they end. A local GCS never comes back.
+            RAY_gcs_rpc_server_reconnect_timeout_s="1",
+            RAY_gcs_server_request_timeout_seconds="5",
+        )
         os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
         os.environ.pop("RAY_ADDRESS", None)
 

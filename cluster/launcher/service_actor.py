@@ -4,6 +4,7 @@ What it hosts is named by an entry string and imported inside the actor, so that
 neither torch nor anything else that only the service uses.
 """
 
+import asyncio
 import importlib
 import os
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class ServiceActor:
         logs.set_up(name, log_level)
         self._name = name
         self._service: HostedService | None = None
+        self._stopped = asyncio.Event()
 
     def __repr__(self) -> str:
         return self._name  # Ray puts it before each line of the log
@@ -68,10 +70,10 @@ class ServiceActor:
         assert self._service is None, "an actor hosts one service for its whole life"
         import ray
 
-        node = str(ray.util.get_node_ip_address())
+        node = host or str(ray.util.get_node_ip_address())
         module, _, function = entry.partition(":")
         opener = getattr(importlib.import_module(module), function)
-        service: HostedService = await opener(host=host or node, **arguments)
+        service: HostedService = await opener(host=node, **arguments)
         self._service = service
         addresses = service.addresses()
         return Started(addresses.pop("grpc"), node, os.getpid(), addresses)
@@ -79,9 +81,26 @@ class ServiceActor:
     async def wait_failed(self) -> None:
         """Return or raise when the service has died. Pending as long as all is well: its end tells the supervisor."""
         assert self._service is not None
-        await self._service.wait_failed()
+        # It also returns at an orderly end: Ray does not let a process go that has a call pending.
+        waits = [asyncio.ensure_future(self._service.wait_failed()), asyncio.ensure_future(self._stopped.wait())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Stop the service in order; the process is ended by the caller afterwards."""
-        if self._service is not None:
-            await self._service.stop(drain_timeout_s)
+        """Stop the service in order; end the process with `leave` afterwards."""
+        try:
+            if self._service is not None:
+                await self._service.stop(drain_timeout_s)
+        finally:
+            self._stopped.set()
+
+    async def leave(self) -> None:
+        """End this process in order. The caller sees an ActorDiedError."""
+        import ray
+
+        ray.actor.exit_actor()
