@@ -54,7 +54,7 @@ class Sampler:
             if sequence.num_output_tokens < params.min_tokens:
                 stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
                 # Not -inf: with every token suppressed there would be nothing to choose from.
-                logits[row, list(stops)] = torch.finfo(logits.dtype).min
+                logits[row, torch.tensor(list(stops), dtype=torch.long)] = torch.finfo(logits.dtype).min
             if params.has_penalties:
                 _penalize(logits[row], sequence)
 
