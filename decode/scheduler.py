@@ -1,0 +1,189 @@
+"""Which sequences hold blocks, and what the next step computes. Pure: no clock, no I/O."""
+
+import bisect
+from typing import NamedTuple
+
+from common.errors import InvalidRequestError, OverloadedError
+from decode.stream import Phase, TokenStream
+from engine.engine import Engine
+
+
+class PlannedChunk(NamedTuple):
+    """The next `num_tokens` of a stream; one for a decode."""
+
+    stream: TokenStream
+    num_tokens: int
+
+
+class StepPlan(NamedTuple):
+    """A step, and which streams lost their blocks so that the others could go on."""
+
+    chunks: list[PlannedChunk]
+    preempted: list[TokenStream]
+
+
+class DecodeScheduler:
+    """Admission in order of arrival, continuous batching, preemption of the youngest.
+
+                    admit, prefill elsewhere ──► LANDING ──join──► RUNNING
+        add ──► WAITING ──admit, prefill here───────────────────────►│ │
+                   ▲───────────── preempt: blocks lost, tokens kept ──┘ └─remove──► gone
+
+    WAITING holds no blocks; LANDING and RUNNING hold blocks for all their tokens and the next one. A preempted
+    stream keeps its place in the order of arrival: it is older than all that wait, so it comes back first, and the
+    oldest stream is never preempted for another. So everyone ends, as long as those that hold blocks end.
+    Blocks are taken here; the owner gives those of removed streams back. Owned by the decode loop.
+    """
+
+    def __init__(self, engine: Engine, running_max: int, token_budget: int) -> None:
+        self._engine = engine
+        # So each admitted stream has a token in every step, whether it decodes or still prefills.
+        self._seats = min(running_max, token_budget)
+        self._token_budget = token_budget
+        self._num_arrived = 0
+        self.waiting: list[TokenStream] = []
+        self.landing: list[TokenStream] = []
+        self.running: list[TokenStream] = []
+
+    def check_fits(self, num_tokens: int, max_tokens: int | None) -> None:
+        """Refuse what could never be finished in this pool, even alone.
+
+        Args:
+            num_tokens: of the prompt.
+            max_tokens: of the output, if the request limits it; None: it ends at the pool's size at the latest.
+
+        Raises:
+            InvalidRequestError: naming need and limit.
+        """
+        if max_tokens is None:
+            return
+        need, limit = self._engine.blocks_for(num_tokens + max_tokens), self._engine.pool.num_blocks
+        if need > limit:
+            raise InvalidRequestError(
+                f"{num_tokens} prompt tokens and max_tokens {max_tokens} need {need} blocks, the pool has {limit}"
+            )
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens of one stream: the whole pool."""
+        return self._engine.pool.num_blocks * self._engine.layout.block_tokens
+
+    def add(self, stream: TokenStream) -> None:
+        """Queue a stream."""
+        self._num_arrived += 1
+        stream.number = self._num_arrived
+        stream.phase = Phase.WAITING
+        self.waiting.append(stream)
+
+    def remove(self, stream: TokenStream) -> None:
+        """Forget a stream. Its blocks stay with it."""
+        self._list_of(stream).remove(stream)
+        stream.phase = Phase.ENDED
+
+    def admit(self) -> list[TokenStream]:
+        """Give blocks to waiting streams, in order, while there is room; return those whose prefill is elsewhere.
+
+        Those are LANDING now; the others RUNNING. May be called while a step runs.
+        """
+        remote = []
+        while self.waiting and len(self.landing) + len(self.running) < self._seats:
+            stream = self.waiting[0]
+            if not self._reserve(stream):
+                break
+            del self.waiting[0]
+            if stream.target is None:
+                self._run(stream)
+            else:
+                stream.phase = Phase.LANDING
+                self.landing.append(stream)
+                remote.append(stream)
+        return remote
+
+    def join(self, stream: TokenStream) -> None:
+        """Let a landed stream decode from the next step on."""
+        self.landing.remove(stream)
+        self._run(stream)
+
+    def plan(self) -> StepPlan:
+        """Return the next step: one token of every decoding stream, then prompt chunks, oldest first.
+
+        At most `token_budget` tokens. Not to be called while a step runs: it may preempt.
+        """
+        chunks: list[PlannedChunk] = []
+        preempted: list[TokenStream] = []
+        for stream in list(self.running):
+            is_decoding = stream.phase is Phase.RUNNING and stream.sequence.num_uncomputed == 1
+            if is_decoding and self._grow(stream, preempted):
+                chunks.append(PlannedChunk(stream, 1))
+        budget = self._token_budget - len(chunks)
+        for stream in self.running:
+            num_tokens = min(budget, stream.sequence.num_uncomputed)
+            if stream.sequence.num_uncomputed > 1 and num_tokens > 0:
+                chunks.append(PlannedChunk(stream, num_tokens))
+                budget -= num_tokens
+        return StepPlan(chunks, preempted)
+
+    def _reserve(self, stream: TokenStream) -> bool:
+        """Take the cached prefix and blocks for the rest, and one token more, so that its first decode needs none."""
+        engine, sequence = self._engine, stream.sequence
+        block_tokens = engine.layout.block_tokens
+        # A landing needs no logits of its own, so even a prompt's last full block may come from the cache.
+        hashes = sequence.reusable_hashes(block_tokens) if stream.target is None else sequence.hashes
+        matched = engine.pool.match(hashes)
+        need = engine.blocks_for(sequence.num_tokens + 1) - len(matched)
+        # A block for each running stream stays free, or the newcomer would soon be preempted for one of them.
+        if need + len(self.running) > engine.pool.num_available:
+            engine.pool.release(matched)
+            return False
+        sequence.block_table = matched + engine.pool.allocate(need)
+        if stream.target is None:
+            sequence.num_computed = len(matched) * block_tokens
+        stream.first_block = len(matched)
+        if stream.cached_tokens is None:
+            sequence.num_cached = min(len(matched) * block_tokens, sequence.num_prompt_tokens)
+            stream.cached_tokens = sequence.num_cached
+        return True
+
+    def _grow(self, stream: TokenStream, preempted: list[TokenStream]) -> bool:
+        """Give a stream a block for its last token, if need be a younger stream's; False: it lost its own."""
+        sequence = stream.sequence
+        while len(sequence.block_table) < self._engine.blocks_for(sequence.num_tokens):
+            try:
+                sequence.block_table += self._engine.pool.allocate(1)
+            except OverloadedError:
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.append(victim)
+                if victim is stream:
+                    return False
+        return True
+
+    def _preempt(self, stream: TokenStream) -> None:
+        sequence = stream.sequence
+        self.running.remove(stream)
+        self._engine.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = 0
+        stream.target = None
+        stream.num_preemptions += 1
+        stream.phase = Phase.WAITING
+        bisect.insort(self.waiting, stream, key=_number)
+
+    def _run(self, stream: TokenStream) -> None:
+        stream.phase = Phase.RUNNING
+        bisect.insort(self.running, stream, key=_number)
+
+    def _list_of(self, stream: TokenStream) -> list[TokenStream]:
+        match stream.phase:
+            case Phase.WAITING:
+                return self.waiting
+            case Phase.LANDING:
+                return self.landing
+            case Phase.RUNNING:
+                return self.running
+            case Phase.ENDED:
+                raise AssertionError("the stream has ended")
+
+
+def _number(stream: TokenStream) -> int:
+    return stream.number

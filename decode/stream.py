@@ -1,0 +1,87 @@
+"""One sequence in a decode worker: its tokens, where it stands, and to whom its tokens go."""
+
+import asyncio
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton_pb.v1 import common_pb2, worker_pb2
+from engine.engine import TokenOutput
+from engine.sequence import Sequence
+
+
+class StreamSession(Protocol):
+    """Whose stream it is: the session of the gateway that started it. Plain functions."""
+
+    streams: "dict[str, TokenStream]"
+    """Its streams by request id."""
+
+    def emit(self, output: worker_pb2.SequenceOutput) -> None:
+        """Add to what the gateway gets next."""
+        ...
+
+
+class Phase(enum.Enum):
+    """Where a stream stands; see DecodeScheduler."""
+
+    WAITING = "waiting"
+    LANDING = "landing"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class TokenStream:
+    """A sequence, and what the decode loop knows about it. Times are the loop's clock's, seconds."""
+
+    sequence: Sequence
+    session: StreamSession
+    started_s: float
+    target: worker_pb2.PrefillTarget | None = None
+    """Who prefills it; None: this worker, be it from the start or after a preemption."""
+    number: int = 0
+    """Counts arrivals: the order of admission."""
+    phase: Phase = Phase.WAITING
+    first_block: int = 0
+    """Leading blocks that were here already when it was admitted: they are not sent."""
+    num_preemptions: int = 0
+    timeout_s: float | None = None
+    """From started_s to the deadline."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends it at its deadline."""
+    cached_tokens: int | None = None
+    """What prefill reused; None before the prompt was looked up."""
+    chunk_started_s: float | None = None
+    first_token_s: float | None = None
+    joined_s: float | None = None
+    second_token_s: float | None = None
+    prefill_s: float = 0.0
+    transfer_exposed_s: float = 0.0
+    transport: str = "local"
+
+    @property
+    def request_id(self) -> str:
+        """Names it within its session."""
+        return self.sequence.request_id
+
+    def finished_pb(self, reason: "common_pb2.FinishReason.ValueType") -> worker_pb2.SequenceFinished:
+        """Return the last message's summary."""
+        first_decode_s = 0.0
+        if self.second_token_s is not None and self.joined_s is not None:
+            first_decode_s = self.second_token_s - self.joined_s
+        return worker_pb2.SequenceFinished(
+            reason=reason,
+            cached_tokens=self.cached_tokens or 0,
+            prefill_s=self.prefill_s,
+            transfer_exposed_s=self.transfer_exposed_s,
+            first_decode_s=first_decode_s,
+            transport=self.transport,
+        )
+
+
+def token_pb(output: TokenOutput) -> common_pb2.SampledToken:
+    """Encode a sampled token."""
+    token = common_pb2.SampledToken(token_id=output.token_id, logprob=output.logprob)
+    for token_id, logprob in output.top:
+        token.top.add(token_id=token_id, logprob=logprob)
+    return token
