@@ -104,7 +104,8 @@ class Receiver:
 
     async def close(self) -> None:
         """End every landing and connection; returns when nothing writes to the pool."""
-        for door in self._doors:
+        doors, self._doors = self._doors, []
+        for door in doors:
             self._loop.remove_reader(door.sock)
             door.sock.close()
         landings = list(self._alive.values())

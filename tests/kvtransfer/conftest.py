@@ -1,0 +1,83 @@
+"""The same pair of endpoints over each transport: what every transfer test starts from."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from common.config import TransferConfig
+from kvtransfer.endpoint import TransferEndpoint
+from kvtransfer.fake import FakeBlockStore, FakeNetwork
+from kvtransfer.interface import Endpoint
+
+
+@dataclass(slots=True)
+class Pair:
+    """A sender and a receiver, and their pools."""
+
+    sender: Endpoint
+    receiver: Endpoint
+    source: FakeBlockStore
+    target: FakeBlockStore
+
+
+MakePair = Callable[..., AbstractAsyncContextManager[Pair]]
+Run = Callable[[Callable[[Pair], object]], None]
+
+
+@asynccontextmanager
+async def _pair(transport: str, num_blocks: int = 16, **settings: object) -> AsyncIterator[Pair]:
+    source, target = FakeBlockStore(num_blocks), FakeBlockStore(num_blocks)
+    for block in range(num_blocks):
+        source.fill(block, block + 1)
+    sender: Endpoint
+    receiver: Endpoint
+    if transport == "fake":
+        network = FakeNetwork()
+        sender, receiver = network.endpoint("sender", source), network.endpoint("receiver", target)
+    else:
+        config = TransferConfig.model_validate({"transport": transport, **settings})
+        sender = await TransferEndpoint.start("sender", "127.0.0.1", source, config)
+        receiver = await TransferEndpoint.start("receiver", "127.0.0.1", target, config)
+    try:
+        yield Pair(sender, receiver, source, target)
+    finally:
+        await sender.close()
+        await receiver.close()
+    assert sender.num_active == receiver.num_active == 0
+
+
+@pytest.fixture(params=["fake", "shm", "ucx"])
+def make_pair(request: pytest.FixtureRequest) -> MakePair:
+    """Make pairs over each implementation of the contract."""
+    return lambda **settings: _pair(request.param, **settings)
+
+
+@pytest.fixture(params=["shm", "ucx"])
+def make_real_pair(request: pytest.FixtureRequest) -> MakePair:
+    """Make pairs over each real transport."""
+    return lambda **settings: _pair(request.param, **settings)
+
+
+@pytest.fixture
+def make_shm_pair() -> MakePair:
+    """Make pairs over shared memory."""
+    return lambda **settings: _pair("shm", **settings)
+
+
+@pytest.fixture(params=["fake", "shm", "ucx"])
+def with_pair(request: pytest.FixtureRequest) -> Run:
+    """Run a coroutine function with a pair, over each implementation, under a limit of time."""
+
+    def run(test: Callable[[Pair], object]) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(20), _pair(request.param) as pair:
+                outcome = test(pair)
+                assert asyncio.iscoroutine(outcome)
+                await outcome
+
+        asyncio.run(main())
+
+    return run
