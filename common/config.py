@@ -127,6 +127,12 @@ class GatewayConfig(Node):
     """Largest gRPC message."""
     prompt_tokens_max: Positive | None = None
     """Longest prompt; None: the context window alone limits it."""
+    router_wait_s: Seconds = 5.0
+    """How long a request waits for a router that is away, before it is answered with UNAVAILABLE."""
+    retries_max: Count = 2
+    """How often a request that has no token yet is placed anew after its worker failed."""
+    unread_tokens_max: Positive = 4096
+    """Tokens of one request that wait for a client that does not read; beyond it the request is ended."""
 
 
 class SupervisorConfig(Node):

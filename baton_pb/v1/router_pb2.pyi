@@ -204,27 +204,61 @@ class RouterReply(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     @_builtins.property
     def placement(self) -> Global___WorkerPlacement: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
+    @_builtins.property
+    def facts(self) -> Global___ClusterFacts:
+        """Unasked: when the session begins, if known, and at each change."""
+
     def __init__(
         self,
         *,
         reservation_id: _builtins.str = ...,
         placement: Global___WorkerPlacement | None = ...,
         error: _common_pb2.Error | None = ...,
+        facts: Global___ClusterFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "placement", b"placement", "reply", b"reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "reply", b"reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "placement", b"placement", "reply", b"reply", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "reply", b"reply", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["placement", "error"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["placement", "error", "facts"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
 Global___RouterReply: _TypeAlias = RouterReply  # noqa: Y015
+
+@_typing.final
+class ClusterFacts(_message.Message):
+    """What the ready workers agree on. A gateway needs it to name the prefixes of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    block_tokens: _builtins.int
+    context_tokens: _builtins.int
+    """The smallest window among them."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        block_tokens: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "context_tokens", b"context_tokens", "model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClusterFacts: _TypeAlias = ClusterFacts  # noqa: Y015
 
 @_typing.final
 class WorkerPlacement(_message.Message):
@@ -410,14 +444,17 @@ class WorkerStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     HANDSHAKE_FIELD_NUMBER: _builtins.int
     RESERVATIONS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _worker_pb2.WorkerRole.ValueType
     node: _builtins.str
     address: _builtins.str
     state: _builtins.str
-    """"starting", "ready", "draining", "lost"."""
+    """"starting", "ready", "draining", "lost", "refused"."""
     reservations: _builtins.int
     """Reservations that the router holds on it."""
+    reason: _builtins.str
+    """Why it is in this state, for people; empty when ready."""
     @_builtins.property
     def load(self) -> _worker_pb2.LoadReport: ...
     @_builtins.property
@@ -433,10 +470,11 @@ class WorkerStatus(_message.Message):
         load: _worker_pb2.LoadReport | None = ...,
         handshake: _worker_pb2.HandshakeReply | None = ...,
         reservations: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handshake", b"handshake", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "handshake", b"handshake", "load", b"load", "node", b"node", "reservations", b"reservations", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "handshake", b"handshake", "load", b"load", "node", b"node", "reason", b"reason", "reservations", b"reservations", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -482,15 +482,21 @@ class CancelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WANTS_SUMMARY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    wants_summary: _builtins.bool
+    """Answer with the sequence's last output (`finished`, reason CANCELLED): its summary is still wanted, as after a stop
+    string. Otherwise a cancelled sequence ends without further output.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        wants_summary: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "wants_summary", b"wants_summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
