@@ -1,0 +1,277 @@
+"""`baton loadtest` and `baton simulate`: the command line around runs, searches, comparisons and reports."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from common.errors import BatonError, ConfigError
+from loadtest.capacity import measure_capacity
+from loadtest.client import BatonTarget, Target
+from loadtest.execute import Plan, execute, find_goodput
+from loadtest.goodput import ATTAINMENT, GoodputSearch
+from loadtest.metrics import summarize
+from loadtest.openai import OpenAITarget
+from loadtest.progress import LiveProgress
+from loadtest.records import RunFile, Slo
+from loadtest.report import write_comparison, write_report
+from loadtest.runner import RunOptions
+from loadtest.tables import comparison_table, search_table, summary_table
+from loadtest.workload import parse_arrival, parse_workload
+
+app = typer.Typer(
+    help="Measure a running cluster, or simulate one.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+loadtest = typer.Typer(
+    help="Send load and measure what comes back.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+app.add_typer(loadtest, name="loadtest")
+
+TargetArgument = Annotated[
+    str, typer.Argument(help="HOST:PORT of Baton's gRPC API, or http(s)://... of any OpenAI-compatible server.")
+]
+WorkloadOption = Annotated[
+    str,
+    typer.Option(
+        "--workload",
+        "-w",
+        help="KIND[:key=value,...]. synthetic: prompt_tokens output_tokens spread prefixes prefix_tokens. "
+        "conversation: turns systems system_tokens user_tokens output_tokens think_s spread form(ids|chat). "
+        "mooncake: path tokens_per_block granularity longest. azure: path longest. prompts: path output_tokens.",
+    ),
+]
+ArrivalOption = Annotated[
+    str,
+    typer.Option(
+        "--arrival",
+        "-a",
+        help="KIND[:key=value,...]. poisson: rate. constant: rate. gamma: rate burstiness. closed: users think_s. "
+        "trace: speedup.",
+    ),
+]
+SessionsOption = Annotated[
+    int | None,
+    typer.Option("--sessions", "-n", min=1, help="Most sessions (requests, or whole conversations)."),
+]
+DurationOption = Annotated[float | None, typer.Option(min=0.001, help="Start no session after so many seconds.")]
+SeedOption = Annotated[int, typer.Option(help="Of content and arrivals: the same seed sends the same.")]
+TtftOption = Annotated[float, typer.Option("--slo-ttft", min=0, help="Target for TTFT, seconds.")]
+TpotOption = Annotated[float, typer.Option("--slo-tpot", min=0, help="Target for TPOT, seconds.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.001, help="Deadline of each request, seconds.")]
+IgnoreEosOption = Annotated[bool, typer.Option(help="Generate exactly as many tokens as asked.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write every request and a summary (JSON).")]
+ReportOption = Annotated[Path | None, typer.Option("--report", "-r", help="Write a self-contained HTML page.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+ModelOption = Annotated[str | None, typer.Option(help="Model to ask for (OpenAI targets).")]
+ContextOption = Annotated[int, typer.Option(min=64, help="Window, where the server does not tell (OpenAI targets).")]
+VocabOption = Annotated[
+    int | None, typer.Option(min=32, help="Draw token ids below this; OpenAI targets do not tell theirs: 32000.")
+]
+WordsOption = Annotated[bool, typer.Option("--words", help="Send words in place of token ids (OpenAI targets).")]
+KeyOption = Annotated[Path | None, typer.Option(help="File that holds the bearer token (OpenAI targets).")]
+RateOption = Annotated[float, typer.Option("--first-rate", min=0.0001, help="Sessions per second to begin with.")]
+PrecisionOption = Annotated[float, typer.Option(min=0.001, help="End of the search: relative width of the bracket.")]
+
+
+@loadtest.command()
+def run(
+    target: TargetArgument = "127.0.0.1:50051",
+    workload: WorkloadOption = "synthetic",
+    arrival: ArrivalOption = "poisson:rate=2",
+    sessions: SessionsOption = None,
+    duration: DurationOption = None,
+    seed: SeedOption = 0,
+    slo_ttft: TtftOption = 2.0,
+    slo_tpot: TpotOption = 0.2,
+    timeout: TimeoutOption = 300.0,
+    ignore_eos: IgnoreEosOption = True,
+    output: OutputOption = None,
+    report: ReportOption = None,
+    as_json: JsonOption = False,
+    model: ModelOption = None,
+    context_tokens: ContextOption = 8192,
+    vocab_tokens: VocabOption = None,
+    words: WordsOption = False,
+    api_key_file: KeyOption = None,
+    search: Annotated[
+        bool, typer.Option("--find-goodput", help="Search the highest rate within the SLO; see `find-goodput`.")
+    ] = False,
+    first_rate: RateOption = 0.5,
+    precision: PrecisionOption = 0.05,
+) -> None:
+    """Send one workload and show latencies, throughput, goodput, cache hits and errors."""
+    with _one_line_errors():
+        options = RunOptions(seed=seed, duration_s=duration, timeout_s=timeout, ignore_eos=ignore_eos)
+        plan = _plan(workload, arrival, sessions, Slo(slo_ttft, slo_tpot), options)
+        connect = partial(_target, target, model, context_tokens, vocab_tokens, words, api_key_file)
+        goodput = GoodputSearch(first_rate, ATTAINMENT, precision) if search else None
+        result = asyncio.run(_drive(connect, plan, target, goodput))
+        _deliver(result, goodput, output, report, as_json)
+
+
+@loadtest.command("find-goodput")
+def find_goodput_command(
+    target: TargetArgument = "127.0.0.1:50051",
+    workload: WorkloadOption = "synthetic",
+    arrival: ArrivalOption = "poisson:rate=1",
+    sessions: SessionsOption = None,
+    duration: DurationOption = None,
+    seed: SeedOption = 0,
+    slo_ttft: TtftOption = 2.0,
+    slo_tpot: TpotOption = 0.2,
+    timeout: TimeoutOption = 300.0,
+    ignore_eos: IgnoreEosOption = True,
+    output: OutputOption = None,
+    report: ReportOption = None,
+    as_json: JsonOption = False,
+    model: ModelOption = None,
+    context_tokens: ContextOption = 8192,
+    vocab_tokens: VocabOption = None,
+    words: WordsOption = False,
+    api_key_file: KeyOption = None,
+    first_rate: RateOption = 0.5,
+    precision: PrecisionOption = 0.05,
+) -> None:
+    """Bisect the rate at which 90 % of the requests still meet both targets."""
+    run(
+        target=target,
+        workload=workload,
+        arrival=arrival,
+        sessions=sessions,
+        duration=duration,
+        seed=seed,
+        slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot,
+        timeout=timeout,
+        ignore_eos=ignore_eos,
+        output=output,
+        report=report,
+        as_json=as_json,
+        model=model,
+        context_tokens=context_tokens,
+        vocab_tokens=vocab_tokens,
+        words=words,
+        api_key_file=api_key_file,
+        search=True,
+        first_rate=first_rate,
+        precision=precision,
+    )
+
+
+@loadtest.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="JSON of run A; its SLO judges both.")],
+    second: Annotated[Path, typer.Argument(help="JSON of run B.")],
+    report: ReportOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show two runs side by side."""
+    with _one_line_errors():
+        runs = RunFile.load(first), RunFile.load(second)
+        summaries = tuple(summarize(item.records, runs[0].slo) for item in runs)
+        if as_json:
+            typer.echo(json.dumps({"a": summaries[0].as_json(), "b": summaries[1].as_json()}))
+        else:
+            Console().print(comparison_table(summaries[0], summaries[1], (first.name, second.name)))
+        if report is not None:
+            names = [f"{letter}: {path.name}" for letter, path in (("A", first), ("B", second))]
+            write_comparison(list(zip(names, runs, strict=True)), report)
+
+
+@loadtest.command("report")
+def report_command(
+    source: Annotated[Path, typer.Argument(help="JSON of a run.")],
+    page: Annotated[Path, typer.Argument(help="HTML file to write.")],
+) -> None:
+    """Write the HTML page of a run made earlier."""
+    with _one_line_errors():
+        write_report(RunFile.load(source), page, f"Load test: {source.stem}")
+
+
+@loadtest.command()
+def capacity(
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 5.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 16,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how many requests per second this client can drive, against an echo worker."""
+    with _one_line_errors():
+        reached = asyncio.run(measure_capacity(duration, prompt_tokens, output_tokens))
+        if as_json:
+            typer.echo(json.dumps(asdict(reached)))
+            return
+        typer.echo(
+            f"{reached.requests_per_s:.0f} requests/s, {reached.tokens_per_s:.0f} tokens/s "
+            f"({prompt_tokens} prompt tokens, {output_tokens} messages each, {reached.errors} errors)"
+        )
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Show an operating error as one line, and leave with 2 (set-up) or 1 (anything else)."""
+    try:
+        yield
+    except BatonError as error:
+        typer.echo(f"baton: {' '.join(error.message.split())}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
+
+
+def _plan(workload: str, arrival: str, sessions: int | None, slo: Slo, options: RunOptions) -> Plan:
+    return Plan(parse_workload(workload), parse_arrival(arrival), sessions, slo, options)
+
+
+def _target(
+    name: str, model: str | None, context_tokens: int, vocab_tokens: int | None, words: bool, key_file: Path | None
+) -> Target:
+    if not name.startswith(("http://", "https://")):
+        return BatonTarget(name.removeprefix("grpc://"), vocab_tokens)
+    try:
+        key = None if key_file is None else key_file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read {key_file}: {error}") from error
+    return OpenAITarget(name, model, context_tokens, vocab_tokens or 32_000, words, key)
+
+
+async def _drive(connect: Callable[[], Target], plan: Plan, name: str, search: GoodputSearch | None) -> RunFile:
+    console = Console(stderr=True)
+    target = connect()  # here, since channels and sessions belong to the running loop
+    try:
+        model = await target.model()
+        with LiveProgress(console, f"{name}, {model.id}") as progress:
+            if search is None:
+                return await execute(target, model, plan, progress, name)
+            return await find_goodput(target, model, plan, search, progress, name)
+    finally:
+        await target.close()
+
+
+def _deliver(
+    result: RunFile, search: GoodputSearch | None, output: Path | None, report: Path | None, as_json: bool
+) -> None:
+    """Show the results and write the files that were asked for."""
+    if output is not None:
+        result.save(output)
+    if report is not None:
+        write_report(result, report, "Load test" if output is None else f"Load test: {output.stem}")
+    if as_json:
+        extra = {} if search is None else {"best_rate": search.best_rate, "points": [asdict(p) for p in search.points]}
+        typer.echo(json.dumps({**result.summary, **extra}))
+        return
+    console = Console()
+    console.print(summary_table(summarize(result.records, result.slo), result.slo, str(result.meta["target"])))
+    if search is not None:
+        console.print(search_table(result.points, search.best_rate, ATTAINMENT))
+
+
+if __name__ == "__main__":
+    app()
