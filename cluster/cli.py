@@ -191,6 +191,10 @@ def _model_json(folder: "ModelFolder") -> dict[str, str | None]:
 
 
 def _add_extensions() -> None:
+    """Add the commands of other packages, unless one of ours was asked for: those start without them."""
+    ours = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    if {group.name for group in app.registered_groups} | ours >= {*sys.argv[1:2]} != set():
+        return
     for name in _EXTENSIONS:
         package = name.rpartition(".")[0]
         if importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None:

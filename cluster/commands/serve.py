@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ from common.errors import BatonError, DeadlineError
 
 READY_WORD = "ready"
 _ROUTER_RETRY_S = 0.05
+_ECHO_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -59,17 +61,17 @@ class _Serving:
         self._ray = RayCluster(config.ray)
         self._supervisor: Supervisor | None = None
         self._is_ready = False
+        self._work: asyncio.Task[None] | None = None
+        self._last_signal = -math.inf
         self._started = time.monotonic()
 
     async def run(self) -> None:
         """Start, announce, wait for the end, clean up."""
         self._remove_ready_file()  # one that a killed predecessor left says nothing about us
-        work = asyncio.create_task(self._lead())
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, work)
+        self._work = asyncio.create_task(self._lead())
+        self._take_signals()
         try:
-            await work
+            await self._work
         except asyncio.CancelledError:
             self._report.step("stopped before the cluster was ready")
         finally:
@@ -79,9 +81,20 @@ class _Serving:
         if self._ready_file is not None:
             self._ready_file.unlink(missing_ok=True)
 
-    def _on_signal(self, work: "asyncio.Task[None]") -> None:
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        now = time.monotonic()
+        is_echo = now - self._last_signal < _ECHO_S
+        self._last_signal = now
+        if is_echo:
+            return  # e.g. `timeout` and `make` signal the process and then its group
         if self._supervisor is None or not self._is_ready:
-            work.cancel()
+            assert self._work is not None
+            self._work.cancel()
             return
         self._report.step("stopping: running requests may finish (once more: stop at once)")
         self._supervisor.stop(self._config.supervisor.drain_timeout_s)
@@ -111,10 +124,13 @@ class _Serving:
             await asyncio.wait([starting, resolving], return_when=asyncio.FIRST_EXCEPTION)
             if starting.done():
                 starting.result()
+                self._take_signals()  # Ray's native code has put its crash handler on SIGTERM
                 self._report.done("ray", "Ray is up")
             model = await resolving
             self._report.done("model", f"model {model.model_id} in {model.path}")
             await starting
+            self._take_signals()
+            self._report.done("ray", "Ray is up")
             return model
         finally:
             resolving.cancel()

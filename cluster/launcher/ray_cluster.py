@@ -25,6 +25,9 @@ _SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,
     # How long a process that was told to die may ignore it (it may be stopped or hung) before SIGKILL.
     "kill_worker_timeout_milliseconds": 500,
+    # A SIGTERM to the whole process group ends the GCS first. This process must live on to clean up; by default, and by
+    # the shorter time that processes.prepare_ray gives Ray's agents, Ray would end it.
+    "gcs_rpc_server_reconnect_timeout_s": 30,
 }
 
 

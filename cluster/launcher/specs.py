@@ -64,7 +64,7 @@ def service_specs(config: ClusterConfig, model: ModelFolder) -> list[ServiceSpec
 def _worker(config: ClusterConfig, model: ModelFolder, role: Role, number: int) -> ServiceSpec:
     member = Member(f"{role.value}-{number}", role)
     settings = config.prefill if role is Role.PREFILL else config.decode
-    arguments = {
+    arguments: dict[str, Any] = {
         "worker_class": _PREFILL_WORKER if isinstance(settings, PrefillConfig) else _DECODE_WORKER,
         "worker_id": member.name,
         "model_dir": model.path,
@@ -74,5 +74,7 @@ def _worker(config: ClusterConfig, model: ModelFolder, role: Role, number: int) 
         "transfer": config.transfer,
         "heartbeat_s": config.supervisor.heartbeat_s,
     }
+    if role is Role.BOTH:
+        arguments["is_colocated"] = True
     environment = processes.worker_environment(config.engine)
     return ServiceSpec(member, _WORKER, arguments, environment, config.ray.cpus_per_worker, config.ray.gpus_per_worker)
