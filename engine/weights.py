@@ -56,7 +56,9 @@ def load_model(path: Path, attention: str | None = None) -> Any:
         ConfigError: missing, corrupt or unsupported; the message names the file or the tensors.
     """
     transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    # Its warnings are about what `_check_report` makes an error of.
+    transformers.utils.logging.set_verbosity_error()
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if attention is not None:
         options["attn_implementation"] = attention
     if path.suffix == ".gguf":
@@ -119,7 +121,8 @@ def _check_gguf(file: Path) -> None:
 
 def _check_report(path: Path, report: dict[str, Any]) -> None:
     for what in ("missing", "mismatched"):
-        names = sorted(str(name) for name in report.get(f"{what}_keys", ()))
+        keys = report.get(f"{what}_keys", ())
+        names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
         if names:
             shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
             raise ConfigError(f"model {path}: {len(names)} tensors are {what}: {shown}")
