@@ -156,9 +156,10 @@ class TransferEndpoint:
 
     async def _ping(self) -> None:
         loop = asyncio.get_running_loop()
+        ping_s = min(PING_S, self._config.lease_s / 4)  # pings renew the leases of transfers that wait for a chunk
         while not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PING_S):
+                async with asyncio.timeout(ping_s):
                     await self._closing.wait()
-            self._receiver.ping(loop.time(), PING_S, DEAD_S)
-            self._sender.ping(loop.time(), PING_S, DEAD_S)
+            self._receiver.ping(loop.time(), ping_s / 2, DEAD_S)
+            self._sender.ping(loop.time(), ping_s / 2, DEAD_S)

@@ -37,8 +37,8 @@ class UcxDriver:
         options = dict(OPTIONS)
         if _is_loopback(host):
             options["NET_DEVICES"] = "lo"  # UCX listens on every device it may use, and asks nobody for a password
-        self._context = ucx.UCXContext(options, feature_flags=FEATURES)
-        self.worker = ucx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
+        self._context: Any = ucx.UCXContext(options, feature_flags=FEATURES)
+        self.worker: Any = ucx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self.worker.init_blocking_progress_mode()
         self._loop = asyncio.get_running_loop()
         self._pending: list[tuple[Any, asyncio.Future[None], object]] = []
@@ -89,6 +89,7 @@ class UcxDriver:
             self._loop.remove_reader(self._fd)
             self.worker.progress()
             self._settle()
+            self.worker = self._context = None  # their descriptors close now, not when cycles are collected
 
     def _scheduled(self) -> None:
         self._is_scheduled = False

@@ -1,0 +1,409 @@
+"""Which transport is taken, what happens when peers restart, stall or lie, and that nothing leaks."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from baton_pb.v1 import transfer_pb2
+from common.config import TransferConfig
+from common.errors import BatonError, MismatchError, TransferError, WorkerLostError
+from kvtransfer.endpoint import TransferEndpoint
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+from kvtransfer.ticket import make_ticket
+from kvtransfer.transports import shm
+
+MakePair = Callable[..., AbstractAsyncContextManager[Any]]
+BLOCK_BYTES = SMALL_LAYOUT.block_bytes
+
+
+async def transfer(pair: Any, targets: list[int], sources: list[int]) -> str:
+    landing = pair.receiver.grant(targets, 0)
+    push = await pair.sender.open_push(landing.ticket)
+    push.announce(0, sources)
+    await push.finish()
+    report = await landing.landed()
+    for target, source in zip(targets, sources, strict=True):
+        assert pair.target.block(target) == pair.source.block(source)
+    return str(report.transport)
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@asynccontextmanager
+async def auto_pair(**settings: Any) -> AsyncIterator[Any]:
+    class Pair:
+        source, target = FakeBlockStore(), FakeBlockStore()
+        sender: TransferEndpoint
+        receiver: TransferEndpoint
+
+    for block in range(16):
+        Pair.source.fill(block, block)
+    Pair.sender = await TransferEndpoint.start("sender", "127.0.0.1", Pair.source, TransferConfig(**settings))
+    Pair.receiver = await TransferEndpoint.start("receiver", "127.0.0.1", Pair.target, TransferConfig())
+    try:
+        yield Pair
+    finally:
+        await Pair.sender.close()
+        await Pair.receiver.close()
+
+
+def test_auto_takes_shared_memory_on_one_host() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), auto_pair() as pair:
+            assert await transfer(pair, [1], [2]) == "shm"
+            assert [entry.fallbacks for entry in pair.sender.stats()] == [0]
+
+    asyncio.run(test())
+
+
+def test_auto_takes_ucx_to_another_host() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), auto_pair() as pair:
+            pair.receiver.address.host_id = "elsewhere"
+
+            assert await transfer(pair, [1], [2]) == "ucx"
+            assert [entry.fallbacks for entry in pair.sender.stats()] == [0]
+
+    asyncio.run(test())
+
+
+def test_an_unreachable_socket_on_the_same_host_is_a_counted_and_logged_fallback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), auto_pair() as pair:
+            pair.receiver.address.shm_path = "@baton-in-another-namespace"
+
+            assert await transfer(pair, [1], [2]) == "ucx"
+            assert await transfer(pair, [1], [3]) == "ucx"
+            assert [entry.fallbacks for entry in pair.sender.stats()] == [1]
+
+    asyncio.run(test())
+    assert sum("SLOW PATH" in record.message for record in caplog.records) == 1
+
+
+def test_a_forced_transport_that_does_not_fit_is_an_error() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), auto_pair(transport="shm") as pair:
+            pair.receiver.address.host_id = "elsewhere"
+            landing = pair.receiver.grant([1], 0)
+
+            with pytest.raises(MismatchError, match="another host"):
+                await pair.sender.open_push(landing.ticket)
+            await landing.abort("over")
+
+    asyncio.run(test())
+
+
+def test_another_layout_in_the_peers_pool_is_a_mismatch(make_real_pair: MakePair) -> None:
+    """The ticket may say what it likes: the handshake compares the pools themselves."""
+
+    async def test() -> None:
+        async with asyncio.timeout(20), make_real_pair() as pair:
+            other = SMALL_LAYOUT._replace(num_kv_heads=4)
+            config = TransferConfig(transport="auto")
+            stranger = await TransferEndpoint.start("stranger", "127.0.0.1", FakeBlockStore(4, other), config)
+            ticket = make_ticket(pair.receiver.address, [1], 0, other, lease_s=5.0, checksum=True)
+
+            with pytest.raises(MismatchError, match="num_kv_heads is 4 here and 2 there"):
+                await stranger.open_push(ticket)
+            await stranger.close()
+            await transfer(pair, [1], [2])
+
+    asyncio.run(test())
+
+
+def test_a_receiver_that_restarted_is_found_and_its_old_tickets_are_refused(make_real_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_real_pair() as pair:
+            await transfer(pair, [1], [2])
+            old = pair.receiver.grant([3], 0).ticket
+            config = TransferConfig(transport=pair.sender.stats()[0].transport)
+            await pair.receiver.close()
+            with pytest.raises(WorkerLostError):
+                await pair.sender.open_push(old)
+
+            pair.receiver = await TransferEndpoint.start("receiver", "127.0.0.1", pair.target, config)
+            try:
+                old.receiver.shm_path = pair.receiver.address.shm_path
+                old.receiver.ucx_port = pair.receiver.address.ucx_port
+                with pytest.raises(TransferError, match="earlier life"):
+                    await pair.sender.open_push(old)
+                await transfer(pair, [1], [4])
+            finally:
+                await pair.receiver.close()
+
+    asyncio.run(test())
+
+
+def test_a_sender_that_restarted_is_served(make_real_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_real_pair() as pair:
+            await transfer(pair, [1], [2])
+            config = TransferConfig(transport=pair.sender.stats()[0].transport)
+            await pair.sender.close()
+            pair.sender = await TransferEndpoint.start("sender", "127.0.0.1", pair.source, config)
+            await transfer(pair, [1], [3])
+            await pair.sender.close()
+
+    asyncio.run(test())
+
+
+def test_connecting_and_closing_over_and_over_leaves_no_descriptor(make_real_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), make_real_pair() as pair:
+            transport = "shm" if pair.receiver.address.shm_path else "ucx"
+            config = TransferConfig.model_validate({"transport": transport})
+            counts = []
+            for cycle in range(100 if transport == "shm" else 20):  # UCX takes 100 ms to start and connect
+                sender = await TransferEndpoint.start(f"sender-{cycle % 3}", "127.0.0.1", pair.source, config)
+                landing = pair.receiver.grant([1], 0)
+                push = await sender.open_push(landing.ticket)
+                push.announce(0, [2])
+                await push.finish()
+                await landing.landed()
+                await sender.close()
+                counts.append(num_descriptors())
+            assert max(counts[3:]) <= max(counts[:3])
+
+    asyncio.run(test())
+
+
+def test_a_small_window_slows_but_completes(make_real_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_real_pair(inflight_bytes_max=2 * BLOCK_BYTES) as pair:
+            landing = pair.receiver.grant(list(range(16)), 0)
+            push = await pair.sender.open_push(landing.ticket)
+            for block in range(16):
+                push.announce(block, [15 - block])
+            await push.finish()
+            await landing.landed()
+            assert all(pair.target.block(block) == pair.source.block(15 - block) for block in range(16))
+
+    asyncio.run(test())
+
+
+@asynccontextmanager
+async def silent_receiver(address: transfer_pb2.TransferAddress) -> AsyncIterator[None]:
+    """A receiver that shakes hands, accepts every ticket and then never acknowledges anything."""
+    listener, path = shm.listen()
+    address.shm_path = path
+    loop = asyncio.get_running_loop()
+
+    def framed(frame: transfer_pb2.TransferFrame) -> bytes:
+        payload = frame.SerializeToString()
+        return struct.pack("<I", len(payload)) + payload
+
+    async def serve() -> None:
+        sock, _ = await loop.sock_accept(listener)
+        with sock:
+            hello = transfer_pb2.Hello(
+                protocol=1, worker_id=address.worker_id, generation=address.generation, layout=SMALL_LAYOUT.to_pb()
+            )
+            await loop.sock_sendall(sock, framed(transfer_pb2.TransferFrame(hello=hello)))
+            buffer = b""
+            while data := await loop.sock_recv(sock, 65536):
+                buffer += data
+                while len(buffer) >= 4 and len(buffer) >= 4 + struct.unpack("<I", buffer[:4])[0]:
+                    size = struct.unpack("<I", buffer[:4])[0]
+                    frame = transfer_pb2.TransferFrame.FromString(buffer[4 : 4 + size])
+                    buffer = buffer[4 + size :]
+                    if frame.WhichOneof("frame") == "open":
+                        answer = transfer_pb2.Open(transfer_id=frame.open.transfer_id)
+                        await loop.sock_sendall(sock, framed(transfer_pb2.TransferFrame(open=answer)))
+
+    serving = asyncio.create_task(serve())
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+        listener.close()
+
+
+def silent_address() -> transfer_pb2.TransferAddress:
+    return transfer_pb2.TransferAddress(worker_id="silent", generation=5, host_id=shm.host_id())
+
+
+def test_a_stalled_receiver_fails_its_own_push_and_delays_no_other(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_shm_pair(inflight_bytes_max=BLOCK_BYTES) as pair:
+            address = silent_address()
+            async with silent_receiver(address):
+                ticket = make_ticket(address, [0, 1, 2], 0, SMALL_LAYOUT, lease_s=0.4, checksum=True)
+                stalled = await pair.sender.open_push(ticket)
+                for block in range(3):
+                    stalled.announce(block, [block])
+
+                for block in range(8):
+                    await transfer(pair, [block], [15 - block])
+
+                with pytest.raises(WorkerLostError, match="no progress for"):
+                    await stalled.finish()
+                await stalled.abort("stalled")
+                assert pair.sender.num_active == 0
+
+    asyncio.run(test())
+
+
+def test_a_receiver_that_never_answers_is_lost_after_the_connect_timeout(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_shm_pair(connect_timeout_s=0.1) as pair:
+            address = silent_address()
+            listener, address.shm_path = shm.listen()
+            with listener:
+                ticket = make_ticket(address, [0], 0, SMALL_LAYOUT, lease_s=5.0, checksum=True)
+
+                with pytest.raises(WorkerLostError, match="did not answer"):
+                    await pair.sender.open_push(ticket)
+                assert pair.sender.num_active == 0
+
+    asyncio.run(test())
+
+
+def test_a_stranger_on_the_ucx_ports_disturbs_nobody() -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), auto_pair() as pair:
+            pair.receiver.address.host_id = "elsewhere"
+            await transfer(pair, [1], [2])
+            loop = asyncio.get_running_loop()
+            for junk in (b"GET / HTTP/1.1\r\n\r\n", bytes(500), b"\xff" * 70000):
+                with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+                    await loop.sock_connect(sock, ("127.0.0.1", pair.receiver.address.ucx_port))
+                    try:
+                        await loop.sock_sendall(sock, junk)
+                        while await loop.sock_recv(sock, 4096):
+                            pass
+                    except ConnectionError:
+                        pass
+            await transfer(pair, [1], [3])
+            assert sum(entry.refusals for entry in pair.receiver.stats()) == 3
+
+    asyncio.run(test())
+
+
+class TransferMachine(RuleBasedStateMachine):
+    """Grants, announcements, aborts and reuse in any order: a block only holds what its present owner put there."""
+
+    transport = "shm"
+
+    @initialize()
+    def start(self) -> None:
+        self.runner = asyncio.Runner()
+        self.source, self.target = FakeBlockStore(8), FakeBlockStore(8)
+        for block in range(8):
+            self.source.fill(block, block)
+        self.owned: dict[int, bytes] = {block: self.target.block(block) for block in range(8)}
+        self.open: list[tuple[Any, Any, list[int], int]] = []
+
+        async def begin() -> None:
+            config = TransferConfig.model_validate({"transport": self.transport})
+            self.sender = await TransferEndpoint.start("sender", "127.0.0.1", self.source, config)
+            self.receiver = await TransferEndpoint.start("receiver", "127.0.0.1", self.target, config)
+
+        self.runner.run(begin())
+
+    @precondition(lambda self: self.owned)
+    @rule(count=st.integers(1, 3), announced=st.integers(0, 3))
+    def grant_and_announce(self, count: int, announced: int) -> None:
+        async def step() -> None:
+            blocks = sorted(self.owned)[:count]
+            for block in blocks:
+                del self.owned[block]
+            landing = self.receiver.grant(blocks, 0)
+            push = await self.sender.open_push(landing.ticket)
+            done = min(announced, len(blocks))
+            push.announce(0, [(block + 1) % 8 for block in blocks[:done]])
+            self.open.append((landing, push, blocks, done))
+
+        self.runner.run(step())
+
+    @precondition(lambda self: self.open)
+    @rule(index=st.integers(0, 10))
+    def finish(self, index: int) -> None:
+        landing, push, blocks, done = self.open.pop(index % len(self.open))
+
+        async def step() -> None:
+            push.announce(done, [(block + 1) % 8 for block in blocks[done:]])
+            await push.finish()
+            await landing.landed()
+            for block in blocks:
+                assert self.target.block(block) == self.source.block((block + 1) % 8)
+            self._reuse(blocks)
+
+        self.runner.run(step())
+
+    @precondition(lambda self: self.open)
+    @rule(index=st.integers(0, 10), by_sender=st.booleans(), yields=st.integers(0, 6))
+    def abort(self, index: int, by_sender: bool, yields: int) -> None:
+        landing, push, blocks, done = self.open.pop(index % len(self.open))
+
+        async def step() -> None:
+            push.announce(done, [(block + 1) % 8 for block in blocks[done:]])
+            for _ in range(yields):
+                await asyncio.sleep(0)
+            first, second = (push, landing) if by_sender else (landing, push)
+            await first.abort("the machine says so")
+            if not by_sender:
+                self._reuse(blocks)
+            with pytest.raises(BatonError):
+                await (landing.landed() if by_sender else push.finish())
+            await second.abort("the machine says so")
+            if by_sender:
+                self._reuse(blocks)
+
+        self.runner.run(step())
+
+    @invariant()
+    def blocks_hold_what_their_owner_put_there(self) -> None:
+        for block, content in getattr(self, "owned", {}).items():
+            assert self.target.block(block) == content
+
+    def _reuse(self, blocks: list[int]) -> None:
+        for block in blocks:
+            content = bytes([block + 100]) * BLOCK_BYTES
+            self.target.write(block, content)
+            self.owned[block] = content
+
+    def teardown(self) -> None:
+        async def end() -> None:
+            await self.sender.close()
+            await self.receiver.close()
+            assert self.sender.num_active == self.receiver.num_active == 0
+
+        if hasattr(self, "runner"):
+            self.runner.run(end())
+            self.runner.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "ucx"])
+def test_any_history_leaves_every_block_to_its_owner(transport: str) -> None:
+    machine = type("Machine", (TransferMachine,), {"transport": transport})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=12,
+            stateful_step_count=15,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,400 @@
+"""Frames from strangers and broken senders are refused and counted, and harm nobody else."""
+
+import asyncio
+import hashlib
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from baton_pb.v1 import transfer_pb2
+from common.errors import TransferError
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+from kvtransfer.landing import BlockLanding
+from kvtransfer.transports import shm
+from kvtransfer.wire import FRAME_BYTES_MAX, PROTOCOL
+
+MakePair = Callable[..., AbstractAsyncContextManager[Any]]
+Frame = transfer_pb2.TransferFrame
+
+
+class RawSender:
+    """A sender that says what the test wants."""
+
+    def __init__(self, sock: socket.socket, store: FakeBlockStore) -> None:
+        self.sock = sock
+        self.store = store
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.sock, data)
+
+    async def send(self, frame: Frame) -> None:
+        payload = frame.SerializeToString()
+        await self.write(struct.pack("<I", len(payload)) + payload)
+
+    async def receive(self) -> Frame | None:
+        """Return the next frame that is no ping; None at the end of the connection."""
+        loop = asyncio.get_running_loop()
+        while True:
+            header = await self._exactly(4)
+            if header is None:
+                return None
+            payload = await self._exactly(struct.unpack("<I", header)[0])
+            assert payload is not None
+            frame = Frame.FromString(payload)
+            if frame.WhichOneof("frame") != "ping":
+                return frame
+            await asyncio.sleep(0)
+            assert loop.is_running()
+
+    async def _exactly(self, size: int) -> bytes | None:
+        data = b""
+        while len(data) < size:
+            try:
+                part = await asyncio.get_running_loop().sock_recv(self.sock, size - len(data))
+            except ConnectionResetError:
+                return None
+            if not part:
+                return None
+            data += part
+        return data
+
+    async def hello(self, **changes: object) -> None:
+        hello = transfer_pb2.Hello(
+            protocol=PROTOCOL, worker_id="raw", generation=1, layout=SMALL_LAYOUT.to_pb(), num_blocks=16
+        )
+        for name, value in changes.items():
+            setattr(hello, name, value)
+        payload = Frame(hello=hello).SerializeToString()
+        fd = self.store.memfd
+        assert fd is not None
+        socket.send_fds(self.sock, [struct.pack("<I", len(payload)) + payload], [fd])
+
+    async def open(self, landing: BlockLanding) -> None:
+        ticket = landing.ticket
+        await self.send(Frame(open=transfer_pb2.Open(transfer_id=ticket.transfer_id, secret=ticket.secret)))
+        answer = await self.receive()
+        assert answer is not None
+        assert answer.WhichOneof("frame") == "open"
+
+    def ready(self, landing: BlockLanding, **changes: object) -> Frame:
+        """Return a right Ready for landing block 0, but for `changes`."""
+        ticket = landing.ticket
+        base = hashlib.blake2b(ticket.transfer_id, digest_size=8, key=ticket.secret).digest()
+        ready = transfer_pb2.Ready(
+            transfer_id=ticket.transfer_id,
+            seq=0,
+            first=0,
+            layer_begin=0,
+            layer_end=SMALL_LAYOUT.num_layers,
+            source_block_ids=[3],
+            num_bytes=SMALL_LAYOUT.block_bytes,
+            checksum=xxhash.xxh3_64_intdigest(self.store.block(3)),
+            tag=int.from_bytes(base, "little"),
+        )
+        for name, value in changes.items():
+            if name == "source_block_ids":
+                assert isinstance(value, list)
+                ready.source_block_ids[:] = value
+            else:
+                setattr(ready, name, value)
+        return Frame(ready=ready)
+
+
+@asynccontextmanager
+async def raw_sender(pair: Any) -> AsyncIterator[RawSender]:
+    sock = await shm.connect(pair.receiver.address.shm_path)
+    try:
+        yield RawSender(sock, pair.source)
+    finally:
+        sock.close()
+
+
+async def good_transfer(pair: Any) -> None:
+    landing = pair.receiver.grant([9], 0)
+    push = await pair.sender.open_push(landing.ticket)
+    push.announce(0, [4])
+    await push.finish()
+    await landing.landed()
+    assert pair.target.block(9) == pair.source.block(4)
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def refusals(pair: Any) -> int:
+    return sum(entry.refusals for entry in pair.receiver.stats())
+
+
+def test_a_raw_sender_that_keeps_the_protocol_is_served(make_shm_pair: MakePair) -> None:
+    """The helper above speaks the protocol rightly, or the refusals below would prove nothing."""
+
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            landing = pair.receiver.grant([1], 0)
+            await raw.hello()
+            hello = await raw.receive()
+            assert hello is not None
+            assert hello.hello.worker_id == "receiver"
+            await raw.open(landing)
+            await raw.send(raw.ready(landing))
+            ack = await raw.receive()
+            assert ack is not None
+            assert ack.WhichOneof("frame") == "ack"
+            done = transfer_pb2.Complete(transfer_id=landing.ticket.transfer_id, num_pieces=1)
+            await raw.send(Frame(complete=done))
+
+            assert (await landing.landed()).num_bytes == SMALL_LAYOUT.block_bytes
+            assert pair.target.block(1) == pair.source.block(3)
+            assert refusals(pair) == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        struct.pack("<I", 0) + b"x",
+        struct.pack("<I", FRAME_BYTES_MAX + 1),
+        struct.pack("<I", 3) + b"\xff\xff\xff",
+        struct.pack("<I", 2) + b"\x08\x01",  # a well-formed message with no known frame in it
+        random.Random(1).randbytes(5000),
+    ],
+)
+def test_junk_closes_its_own_connection_only(make_shm_pair: MakePair, junk: bytes) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair:
+            await good_transfer(pair)
+            for greeted in (False, True):
+                async with raw_sender(pair) as raw:
+                    if greeted:
+                        await raw.hello()
+                        assert await raw.receive() is not None
+                    await raw.write(junk)
+
+                    assert await raw.receive() is None
+            assert refusals(pair) == 2
+            await good_transfer(pair)
+
+    asyncio.run(test())
+
+
+def test_a_connection_cut_inside_a_frame_is_counted(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair:
+            async with raw_sender(pair) as raw:
+                await raw.write(struct.pack("<I", 100) + b"half")
+                raw.sock.shutdown(socket.SHUT_WR)
+
+                assert await raw.receive() is None
+            assert refusals(pair) == 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(open=transfer_pb2.Open(transfer_id=bytes(16), secret=bytes(32))),
+        Frame(ready=transfer_pb2.Ready(transfer_id=bytes(16))),
+        Frame(complete=transfer_pb2.Complete(transfer_id=bytes(16))),
+        Frame(ack=transfer_pb2.Ack(transfer_id=bytes(16))),
+    ],
+)
+def test_frames_before_hello_close_the_connection(make_shm_pair: MakePair, frame: Frame) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            await raw.send(frame)
+
+            assert await raw.receive() is None
+            assert refusals(pair) == 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"protocol": 99}, {"num_blocks": 0}, {"num_blocks": 17}, {"num_blocks": 2**32 - 1}, {"worker_id": "x" * 1000}],
+)
+def test_a_wrong_hello_is_refused(make_shm_pair: MakePair, changes: dict[str, object]) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            await raw.hello(**changes)
+
+            hello, abort = await raw.receive(), await raw.receive()
+            assert hello is not None
+            assert abort is not None
+            assert abort.abort.message
+            assert await raw.receive() is None
+
+    asyncio.run(test())
+
+
+def test_a_hello_without_memory_is_refused(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            hello = transfer_pb2.Hello(protocol=PROTOCOL, layout=SMALL_LAYOUT.to_pb(), num_blocks=16)
+            await raw.send(Frame(hello=hello))
+
+            _, abort = await raw.receive(), await raw.receive()
+            assert abort is not None
+            assert "no memory" in abort.abort.message
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seq": 1},
+        {"first": 1},
+        {"first": 2**32 - 1},
+        {"source_block_ids": [16]},
+        {"source_block_ids": [2**32 - 1]},
+        {"source_block_ids": []},
+        {"source_block_ids": [3, 3]},
+        {"layer_begin": 2, "layer_end": 2},
+        {"layer_begin": 3, "layer_end": 1},
+        {"layer_end": 4},
+        {"layer_end": 2**32 - 1},
+        {"num_bytes": 0},
+        {"num_bytes": SMALL_LAYOUT.block_bytes - 1},
+        {"tag": 1},
+        {"checksum": 1},
+    ],
+)
+def test_a_wrong_piece_fails_its_transfer_and_writes_nothing_else(
+    make_shm_pair: MakePair, changes: dict[str, object]
+) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            before = [pair.target.block(block) for block in range(16)]
+            landing = pair.receiver.grant([1], 0)
+            await raw.hello()
+            await raw.receive()
+            await raw.open(landing)
+
+            await raw.send(raw.ready(landing, **changes))
+
+            with pytest.raises(TransferError):
+                await landing.landed()
+            answer = await raw.receive()
+            assert answer is not None
+            assert answer.abort.transfer_id == landing.ticket.transfer_id
+            assert [pair.target.block(b) for b in range(16) if b != 1] == [before[b] for b in range(16) if b != 1]
+            assert refusals(pair) == 1
+            await landing.abort("failed")
+            await good_transfer(pair)
+
+    asyncio.run(test())
+
+
+def test_a_repeated_piece_and_an_early_complete_fail_the_transfer(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            await raw.hello()
+            await raw.receive()
+            for number in range(2):
+                landing = pair.receiver.grant([1, 2], 0)
+                await raw.open(landing)
+                await raw.send(raw.ready(landing))
+                if number == 0:
+                    await raw.send(raw.ready(landing))
+                else:
+                    done = transfer_pb2.Complete(transfer_id=landing.ticket.transfer_id, num_pieces=1)
+                    await raw.send(Frame(complete=done))
+
+                with pytest.raises(TransferError):
+                    await landing.landed()
+                await landing.abort("failed")
+                while (frame := await raw.receive()) is not None and frame.WhichOneof("frame") != "abort":
+                    pass
+
+    asyncio.run(test())
+
+
+def test_a_transfer_of_another_connection_cannot_be_touched(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            landing = pair.receiver.grant([1], 0)
+            push = await pair.sender.open_push(landing.ticket)
+            await raw.hello()
+            await raw.receive()
+
+            await raw.send(Frame(abort=transfer_pb2.Abort(transfer_id=landing.ticket.transfer_id)))
+            await raw.send(raw.ready(landing))
+            assert await raw.receive() is None
+
+            push.announce(0, [5])
+            await push.finish()
+            await landing.landed()
+            assert pair.target.block(1) == pair.source.block(5)
+
+    asyncio.run(test())
+
+
+def test_a_connection_that_opens_no_ticket_is_closed(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair(connect_timeout_s=0.1) as pair, raw_sender(pair) as raw:
+            await raw.hello()
+            assert await raw.receive() is not None
+
+            assert await raw.receive() is None
+            assert refusals(pair) == 1
+
+    asyncio.run(test())
+
+
+def test_a_ticket_that_nobody_opens_ends_after_its_lease(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair(lease_s=0.1) as pair:
+            landing = pair.receiver.grant([1], 0)
+
+            with pytest.raises(TransferError, match="no progress for"):
+                await landing.landed()
+            with pytest.raises(TransferError):
+                await pair.sender.open_push(landing.ticket)
+            await landing.abort("lease")
+
+    asyncio.run(test())
+
+
+def test_an_open_transfer_outlives_its_lease_while_the_sender_is_alive(make_shm_pair: MakePair) -> None:
+    """A prompt may wait for its chunk longer than a lease: the sender's pings say that it still wants to push."""
+
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair(lease_s=0.4) as pair:
+            landing = pair.receiver.grant([1], 0)
+            push = await pair.sender.open_push(landing.ticket)
+
+            await asyncio.sleep(0.8)
+
+            push.announce(0, [3])
+            await push.finish()
+            await landing.landed()
+
+    asyncio.run(test())
+
+
+def test_descriptors_passed_by_strangers_are_closed(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair:
+            await good_transfer(pair)
+            before = num_descriptors()
+            for _ in range(5):
+                async with raw_sender(pair) as raw:
+                    fd = pair.source.memfd
+                    socket.send_fds(raw.sock, [struct.pack("<I", 5)], [fd, fd])
+                    await raw.write(b"x" * 5)
+                    assert await raw.receive() is None
+            assert num_descriptors() == before
+
+    asyncio.run(test())
