@@ -72,7 +72,8 @@ class Gateway:
         self.ended: asyncio.Future[grpc.aio.AioRpcError | None] = asyncio.get_running_loop().create_future()
         self._changed = asyncio.Condition()
         self._channel = grpc.aio.insecure_channel(address)
-        self._call: Any = worker_pb2_grpc.DecodeStub(self._channel).Session()
+        stub: Any = worker_pb2_grpc.DecodeStub(self._channel)  # the stubs demand an iterator of requests
+        self._call = stub.Session()
         self._gateway_id = gateway_id
         self._reader: asyncio.Task[None] | None = None
 

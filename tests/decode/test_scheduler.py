@@ -1,0 +1,176 @@
+"""The decode scheduler admits in order, never exceeds its limits, and everyone ends however small the pool is."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton_pb.v1 import worker_pb2
+from common.errors import InvalidRequestError
+from decode.scheduler import DecodeScheduler, StepPlan
+from decode.stream import Phase, TokenStream
+from engine.engine import ScheduledChunk, TokenOutput
+from engine.fake import FakeEngine
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+TARGET = worker_pb2.PrefillTarget(worker_id="prefill-0", address="127.0.0.1:1")
+
+
+class Silent:
+    """A session that nobody listens to."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, TokenStream] = {}
+
+    def emit(self, output: worker_pb2.SequenceOutput) -> None:
+        """Drop it."""
+
+
+def stream_of(name: str, length: int, max_tokens: int = 8, is_remote: bool = False, start: int = 0) -> TokenStream:
+    token_ids = [(start + i) % 1000 for i in range(length)]
+    sequence = Sequence.start(name, token_ids, length, SamplingParams(max_tokens=max_tokens), 4)
+    return TokenStream(sequence, Silent(), 0.0, TARGET if is_remote else None)
+
+
+class Bench:
+    """A scheduler, and an engine that computes nothing but keeps the books."""
+
+    def __init__(self, num_blocks: int = 100, running_max: int = 8, token_budget: int = 16) -> None:
+        self.engine = FakeEngine(num_blocks=num_blocks)
+        self.scheduler = DecodeScheduler(self.engine, running_max, token_budget)
+
+    def step(self) -> StepPlan:
+        """Plan, compute, and let finished streams leave."""
+        plan = self.scheduler.plan()
+        for stream, num_tokens in plan.chunks:
+            chunk = ScheduledChunk(stream.sequence, num_tokens)
+            self.engine.complete(chunk, TokenOutput(7, None, []) if chunk.reaches_end else None)
+            if self.engine.finish_reason(stream.sequence) is not None:
+                self.leave(stream)
+        return plan
+
+    def land(self, stream: TokenStream) -> None:
+        """What a landing does: the first token comes by message, then the KV."""
+        stream.sequence.append(7, 4)
+        if self.engine.finish_reason(stream.sequence) is not None:
+            self.leave(stream)
+            return
+        self.engine.advance(stream.sequence, stream.sequence.num_tokens - 1)
+        self.scheduler.join(stream)
+
+    def leave(self, stream: TokenStream) -> None:
+        self.scheduler.remove(stream)
+        self.engine.pool.release(stream.sequence.block_table)
+
+
+def names(plan: StepPlan) -> list[tuple[str, int]]:
+    return [(stream.request_id, num_tokens) for stream, num_tokens in plan.chunks]
+
+
+def test_prompt_chunks_ride_along_with_decodes_under_the_budget() -> None:
+    bench = Bench(token_budget=10)
+    for name, length, start in (("a", 4, 0), ("b", 20, 100), ("c", 5, 200)):
+        bench.scheduler.add(stream_of(name, length, start=start))
+    bench.scheduler.admit()
+
+    assert names(bench.step()) == [("a", 4), ("b", 6)]
+    assert names(bench.step()) == [("a", 1), ("b", 9)]
+    assert names(bench.step()) == [("a", 1), ("b", 5), ("c", 4)]
+
+
+def test_no_more_are_admitted_than_may_run() -> None:
+    bench = Bench(running_max=3)
+    for number in range(5):
+        bench.scheduler.add(stream_of(str(number), 4, is_remote=number % 2 == 0, start=number * 50))
+
+    assert [stream.request_id for stream in bench.scheduler.admit()] == ["0", "2"]
+    assert len(bench.scheduler.running) == 1
+    assert len(bench.scheduler.waiting) == 2
+
+
+def test_a_landing_reuses_even_the_last_full_block_but_a_local_prefill_computes_its_last_token() -> None:
+    bench = Bench()
+    bench.scheduler.add(first := stream_of("first", 8, max_tokens=2))
+    bench.scheduler.admit()
+    bench.step()
+    bench.step()
+    assert first.phase is Phase.ENDED
+
+    bench.scheduler.add(remote := stream_of("remote", 8, is_remote=True))
+    bench.scheduler.add(local := stream_of("local", 8))
+    bench.scheduler.admit()
+
+    assert remote.first_block == 2
+    assert (local.first_block, local.sequence.num_computed, local.cached_tokens) == (1, 4, 4)
+
+
+def test_the_youngest_is_preempted_and_comes_back_before_all_that_wait() -> None:
+    bench = Bench(num_blocks=6, running_max=2)
+    bench.scheduler.add(old := stream_of("old", 7, max_tokens=12))
+    bench.scheduler.add(young := stream_of("young", 7, max_tokens=12, start=100))
+    bench.scheduler.add(stream_of("waits", 1, start=200))
+    bench.scheduler.admit()
+
+    preempted: list[TokenStream] = []
+    while not preempted:
+        bench.scheduler.admit()
+        preempted = bench.step().preempted
+
+    assert preempted == [young]
+    assert bench.scheduler.waiting[0] is young
+    assert (old.phase, young.phase) == (Phase.RUNNING, Phase.WAITING)
+    assert young.sequence.num_output_tokens > 0
+    assert young.sequence.block_table == []
+
+
+def test_what_cannot_fit_is_refused_with_need_and_limit() -> None:
+    bench = Bench(num_blocks=6)
+
+    bench.scheduler.check_fits(20, None)
+    bench.scheduler.check_fits(20, 4)
+    with pytest.raises(InvalidRequestError, match="need 7 blocks, the pool has 6"):
+        bench.scheduler.check_fits(20, 5)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    num_blocks=st.integers(8, 30),
+    running_max=st.integers(1, 6),
+    token_budget=st.integers(1, 12),
+    requests=st.lists(
+        st.tuples(st.integers(1, 16), st.integers(1, 15), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12
+    ),
+    moves=st.lists(st.sampled_from(["step", "land", "abandon"]), max_size=60),
+)
+def test_limits_hold_and_everyone_ends(
+    num_blocks: int,
+    running_max: int,
+    token_budget: int,
+    requests: list[tuple[int, int, bool, int]],
+    moves: list[str],
+) -> None:
+    bench = Bench(num_blocks, running_max, token_budget)
+    streams = [
+        stream_of(str(number), length, max_tokens, is_remote, start)
+        for number, (length, max_tokens, is_remote, start) in enumerate(requests)
+    ]
+    for stream in streams:
+        bench.scheduler.add(stream)
+
+    for _ in range(2000):
+        if all(stream.phase is Phase.ENDED for stream in streams):
+            break
+        bench.scheduler.admit()
+        move = moves.pop(0) if moves else "land"
+        if move == "land" and bench.scheduler.landing:
+            bench.land(bench.scheduler.landing[0])
+        elif move == "abandon" and bench.scheduler.landing:
+            bench.leave(bench.scheduler.landing[0])
+        else:
+            plan = bench.step()
+            assert sum(num_tokens for _, num_tokens in names(plan)) <= token_budget
+            assert len(plan.chunks) <= running_max
+        bench.engine.pool.check()
+
+    assert all(stream.phase is Phase.ENDED for stream in streams)
+    assert bench.engine.pool.num_used == 0
