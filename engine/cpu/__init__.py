@@ -1,0 +1,1 @@
+"""The fused CPU backend: packed weights and a whole step in C++."""

@@ -1,0 +1,303 @@
+// Paged attention over the pool `[block][layer][K,V][token][kv head][head dim]`, fp16 or fp32 in memory, fp32 in
+// registers.
+//
+// A single row (decode) is cut into parts of 256 keys at absolute positions; a work item is one part of one kv head with
+// all its query heads, so that each key is read once. Its result is a partial softmax; merge_parts adds the parts of a
+// row in order. Several rows (prefill) are cut into tiles of about 96 query rows of one kv head; a work item walks over
+// key tiles of 128, also at absolute positions, with an online softmax. Both cuts are independent of what else is in the
+// batch and of the chunk's start, so a row's output depends on nothing but its own keys.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+
+namespace baton {
+
+constexpr int kPart = 256;     // keys of a decode part
+constexpr int kKeyTile = 128;  // keys of a prompt tile: K^T and V of head_dim 64 take 64 KB of the second-level cache
+constexpr int kQueryRows = 96;
+constexpr float kNever = -1e30f;  // a masked score: finite, so that differences never become NaN
+
+struct Segment {
+    int32_t first_row, num_rows, num_context;
+};
+
+// One layer of the pool as the kernels see it. Strides count elements.
+template <class T>
+struct LayerView {
+    T* keys;
+    T* values;
+    i64 block_stride, token_stride, head_stride;
+    i64 block_tokens;
+
+    i64 offset(const int32_t* table, i64 position, i64 head) const {
+        return table[position / block_tokens] * block_stride + position % block_tokens * token_stride + head * head_stride;
+    }
+};
+
+struct AttentionShape {
+    i64 heads, kv_heads, head_dim;
+    float scale, softcap;  // softcap 0: none
+
+    i64 group() const { return heads / kv_heads; }
+    i64 part_floats() const { return group() * (head_dim + 2); }
+    i64 tile_tokens() const { return std::max<i64>(8, kQueryRows / group()); }
+};
+
+INLINE Vec cap(Vec s, float softcap) {
+    return softcap == 0.f ? s : mul(splat(softcap), tanh(mul(s, splat(1.f / softcap))));
+}
+
+INLINE i64 first_key(i64 position, i64 window) {  // of the keys that `position` sees
+    return window > 0 ? std::max<i64>(0, position - window + 1) : 0;
+}
+
+// H query heads against n keys at element offsets `at`. Writes max, sum and the unnormalised output of each head.
+template <class T, int H>
+void decode_heads(const AttentionShape& shape, const float* q, const T* keys, const T* values, const i64* at, int n,
+                  float* out) {
+    const i64 dim = shape.head_dim, out_stride = dim + 2;
+    alignas(64) float scores[H][kPart];
+    const auto fetch = [&](const T* base, int t) __attribute__((always_inline)) {
+        if (t < n)
+            for (i64 c = 0; c < dim * i64(sizeof(T)); c += 64) _mm_prefetch((const char*)(base + at[t]) + c, _MM_HINT_T0);
+    };
+    for (int t = 0; t < n; t += 4) {
+        const T* k[4];
+        for (int i = 0; i < 4; i++) {
+            k[i] = keys + at[std::min(t + i, n - 1)];
+            fetch(keys, t + 8 + i);
+        }
+        Vec a[H][4];
+        for (int h = 0; h < H; h++)
+            for (int i = 0; i < 4; i++) a[h][i] = zero();
+        for (i64 d = 0; d < dim; d += VL) {
+            Vec kv[4];
+            for (int i = 0; i < 4; i++) kv[i] = load(k[i] + d);
+            for (int h = 0; h < H; h++) {
+                const Vec qv = load(q + h * dim + d);
+                for (int i = 0; i < 4; i++) a[h][i] = fma(kv[i], qv, a[h][i]);
+            }
+        }
+        for (int h = 0; h < H; h++) _mm_store_ps(&scores[h][t], sum4(a[h][0], a[h][1], a[h][2], a[h][3]));
+    }
+    const int padded = (n + VL - 1) / VL * VL;
+    for (int h = 0; h < H; h++) {
+        float* s = scores[h];
+        Vec peak = splat(kNever), total = zero();
+        for (int t = n; t < padded; t++) s[t] = 0;
+        for (int t = 0; t < padded; t += VL) store(s + t, cap(mul(load(s + t), splat(shape.scale)), shape.softcap));
+        for (int t = n; t < padded; t++) s[t] = kNever;
+        for (int t = 0; t < padded; t += VL) peak = max(peak, load(s + t));
+        const float most = max_of(peak);
+        for (int t = 0; t < padded; t += VL) {
+            const Vec e = exp(sub(load(s + t), splat(most)));
+            store(s + t, e);
+            if (t + VL <= n) total = add(total, e);
+        }
+        float rest = 0;
+        for (int t = n / VL * VL; t < n; t++) rest += s[t];
+        out[h * out_stride] = most;
+        out[h * out_stride + 1] = sum(total) + rest;
+    }
+    constexpr int J = VL == 16 ? 4 : 2;  // registers of V at a time
+    for (i64 d = 0; d < dim;) {
+        const auto columns = [&]<int W>() __attribute__((always_inline)) {
+            Vec a[H][W];
+            for (int h = 0; h < H; h++)
+                for (int j = 0; j < W; j++) a[h][j] = zero();
+            for (int t = 0; t < n; t++) {
+                const T* v = values + at[t] + d;
+                if (d == 0) fetch(values, t + 8);
+                Vec vv[W];
+                for (int j = 0; j < W; j++) vv[j] = load(v + j * VL);
+                for (int h = 0; h < H; h++) {
+                    const Vec p = splat(scores[h][t]);
+                    for (int j = 0; j < W; j++) a[h][j] = fma(vv[j], p, a[h][j]);
+                }
+            }
+            for (int h = 0; h < H; h++)
+                for (int j = 0; j < W; j++) store(out + h * out_stride + 2 + d + j * VL, a[h][j]);
+            d += W * VL;
+        };
+        if (d + J * VL <= dim)
+            columns.template operator()<J>();
+        else
+            columns.template operator()<1>();
+    }
+}
+
+// One part of a decode row: keys [max(first, part * kPart), min(end, (part + 1) * kPart)) of kv head `head`.
+template <class T>
+void decode_part(const AttentionShape& shape, const LayerView<T>& view, const int32_t* table, const float* q, i64 head,
+                 i64 begin, i64 end, float* out) {
+    i64 at[kPart];
+    for (i64 t = begin; t < end; t++) at[t - begin] = view.offset(table, t, head);
+    const int n = int(end - begin);
+    const i64 out_stride = shape.head_dim + 2;
+    for (i64 h = 0; h < shape.group();) {
+        const float* qh = q + (head * shape.group() + h) * shape.head_dim;
+        float* oh = out + h * out_stride;
+        switch (std::min<i64>(4, shape.group() - h)) {
+            case 1: decode_heads<T, 1>(shape, qh, view.keys, view.values, at, n, oh); break;
+            case 2: decode_heads<T, 2>(shape, qh, view.keys, view.values, at, n, oh); break;
+            case 3: decode_heads<T, 3>(shape, qh, view.keys, view.values, at, n, oh); break;
+            default: decode_heads<T, 4>(shape, qh, view.keys, view.values, at, n, oh); break;
+        }
+        h += 4;
+    }
+}
+
+// Adds the parts of one decode row, in order: `parts` is [part][kv head][group][max, sum, output].
+inline void merge_parts(const AttentionShape& shape, const float* parts, i64 num_parts, float* out) {
+    const i64 dim = shape.head_dim, stride = dim + 2, step = shape.kv_heads * shape.part_floats();
+    for (i64 h = 0; h < shape.heads; h++, out += dim) {
+        const float* p = parts + h * stride;
+        float most = kNever, total = 0;
+        for (i64 i = 0; i < num_parts; i++) most = std::max(most, p[i * step]);
+        for (i64 d = 0; d < dim; d += VL) store(out + d, zero());
+        for (i64 i = 0; i < num_parts; i++) {
+            const float factor = std::exp(p[i * step] - most);
+            total += factor * p[i * step + 1];
+            for (i64 d = 0; d < dim; d += VL) store(out + d, fma(splat(factor), load(p + i * step + 2 + d), load(out + d)));
+        }
+        for (i64 d = 0; d < dim; d += VL) store(out + d, mul(splat(1.f / total), load(out + d)));
+    }
+}
+
+// C[R, W * VL] (+)= A[R, K] * B[K, W * VL]
+template <int R, int W>
+INLINE void product(const float* a, i64 lda, const float* b, i64 ldb, i64 k_count, float* c, i64 ldc, bool accumulate) {
+    Vec s[R][W];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < W; j++) s[r][j] = accumulate ? load(c + r * ldc + j * VL) : zero();
+    for (i64 k = 0; k < k_count; k++) {
+        Vec bv[W];
+        for (int j = 0; j < W; j++) bv[j] = load(b + k * ldb + j * VL);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const Vec av = splat(a[r * lda + k]);
+            for (int j = 0; j < W; j++) s[r][j] = fma(av, bv[j], s[r][j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < W; j++) store(c + r * ldc + j * VL, s[r][j]);
+}
+
+constexpr int kRowGroup = VL == 16 ? 8 : 6;  // rows x 2 registers of sums
+
+// The tile of one work item, and the state of its online softmax.
+struct PromptScratch {
+    std::vector<float> queries, output, keys, values, most, total;
+    alignas(64) float scores[kRowGroup * kKeyTile];
+
+    void shape(i64 rows, i64 dim) {
+        queries.resize(rows * dim);
+        output.assign(rows * dim, 0.f);
+        keys.resize(dim * kKeyTile);
+        values.resize(kKeyTile * dim);
+        most.assign(rows, kNever);
+        total.assign(rows, 0.f);
+    }
+};
+
+// Fills K^T [dim][kKeyTile] and V [kKeyTile][dim] of keys [begin, begin + n); V is zero up to `padded`.
+template <class T>
+void load_keys(const AttentionShape& shape, const LayerView<T>& view, const int32_t* table, i64 head, i64 begin, i64 n,
+               i64 padded, PromptScratch& s) {
+    const i64 dim = shape.head_dim;
+    for (i64 t = 0; t < padded; t += 8) {
+        i64 at[8];
+        for (i64 i = 0; i < 8; i++) at[i] = view.offset(table, begin + std::min(t + i, n - 1), head);
+        for (i64 d = 0; d < dim; d += 8) {
+            __m256 rows[8];
+            for (int i = 0; i < 8; i++) rows[i] = load8(view.keys + at[i] + d);
+            transpose8(rows, s.keys.data() + d * kKeyTile + t, kKeyTile);
+        }
+        for (i64 i = 0; i < 8; i++)
+            for (i64 d = 0; d < dim; d += 8)
+                store8(s.values.data() + (t + i) * dim + d,
+                       t + i < n ? load8(view.values + at[i] + d) : _mm256_setzero_ps());
+    }
+}
+
+// R query rows from `row` against the loaded keys; the rows' tokens are at positions `position0 + row / group`.
+template <int R>
+void prompt_rows(const AttentionShape& shape, PromptScratch& s, i64 row, i64 position0, i64 begin, i64 n, i64 window) {
+    constexpr int W = 2 * VL;
+    const i64 dim = shape.head_dim, group = shape.group();
+    const i64 seen_end = std::min(n, position0 + (row + R - 1) / group + 1 - begin);
+    const i64 seen_begin = std::max<i64>(0, first_key(position0 + row / group, window) - begin);
+    if (seen_end <= seen_begin) return;  // causally later than all these rows, or out of their window
+    const i64 c0 = seen_begin / W * W, c1 = (seen_end + W - 1) / W * W;
+    const float* q = s.queries.data() + row * dim;
+    for (i64 c = c0; c < c1; c += W) product<R, 2>(q, dim, s.keys.data() + c, kKeyTile, dim, s.scores + c, kKeyTile, false);
+    float* out = s.output.data() + row * dim;
+    for (i64 r = 0; r < R; r++) {
+        float* score = s.scores + r * kKeyTile;
+        const i64 position = position0 + (row + r) / group;
+        const i64 low = std::clamp<i64>(first_key(position, window) - begin, c0, c1);
+        const i64 high = std::clamp<i64>(position + 1 - begin, low, std::min(c1, std::max(n, low)));
+        if (shape.softcap != 0.f)
+            for (i64 t = c0; t < c1; t += VL) store(score + t, cap(load(score + t), shape.softcap));
+        for (i64 t = c0; t < low; t++) score[t] = kNever;
+        for (i64 t = high; t < c1; t++) score[t] = kNever;
+        float& most = s.most[row + r];
+        Vec peak = splat(most);
+        for (i64 t = c0; t < c1; t += VL) peak = max(peak, load(score + t));
+        const float now = max_of(peak);
+        if (now == kNever) {  // nothing seen yet: keep the sums at zero
+            for (i64 t = c0; t < c1; t++) score[t] = 0;
+            continue;
+        }
+        const float factor = most == now ? 1.f : std::exp(most - now);
+        most = now;
+        Vec total = zero();
+        for (i64 t = c0; t < c1; t += VL) {
+            const Vec e = exp(sub(load(score + t), splat(now)));
+            total = add(total, e);
+            store(score + t, e);
+        }
+        // exp clamps at -87: what is masked must count for nothing at all.
+        for (i64 t = c0; t < low; t++) score[t] = 0;
+        for (i64 t = high; t < c1; t++) score[t] = 0;
+        s.total[row + r] = s.total[row + r] * factor + sum(total);
+        if (factor != 1.f)
+            for (i64 d = 0; d < dim; d += VL) store(out + r * dim + d, mul(splat(factor), load(out + r * dim + d)));
+    }
+    i64 d = 0;
+    for (; d + W <= dim; d += W)
+        product<R, 2>(s.scores + c0, kKeyTile, s.values.data() + c0 * dim + d, dim, c1 - c0, out + d, dim, true);
+    if (d < dim)
+        product<R, 1>(s.scores + c0, kKeyTile, s.values.data() + c0 * dim + d, dim, c1 - c0, out + d, dim, true);
+}
+
+// Query tokens [token0, token0 + num_tokens) of a chunk against all they see. `q` and `out` point at the tile's first
+// token and kv head `head`'s first query head; strides count floats between tokens.
+template <class T>
+void prompt_tile(const AttentionShape& shape, const LayerView<T>& view, const int32_t* table, i64 head, i64 position0,
+                 i64 num_tokens, i64 window, const float* q, i64 q_stride, float* out, i64 out_stride) {
+    static thread_local PromptScratch s;
+    const i64 dim = shape.head_dim, group = shape.group(), rows = num_tokens * group, end = position0 + num_tokens;
+    s.shape(rows, dim);
+    for (i64 r = 0; r < rows; r++)
+        for (i64 d = 0; d < dim; d += VL)
+            store(s.queries.data() + r * dim + d, mul(splat(shape.scale), load(q + r / group * q_stride + r % group * dim + d)));
+    for (i64 begin = first_key(position0, window) / kKeyTile * kKeyTile; begin < end; begin += kKeyTile) {
+        const i64 n = std::min<i64>(kKeyTile, end - begin), padded = (n + 2 * VL - 1) / (2 * VL) * (2 * VL);
+        load_keys(shape, view, table, head, begin, n, padded, s);
+        i64 row = 0;
+        for (; row + kRowGroup <= rows; row += kRowGroup) prompt_rows<kRowGroup>(shape, s, row, position0, begin, n, window);
+        for (; row + 2 <= rows; row += 2) prompt_rows<2>(shape, s, row, position0, begin, n, window);
+        for (; row < rows; row++) prompt_rows<1>(shape, s, row, position0, begin, n, window);
+    }
+    for (i64 r = 0; r < rows; r++)
+        for (i64 d = 0; d < dim; d += VL)
+            store(out + r / group * out_stride + r % group * dim + d,
+                  mul(splat(1.f / s.total[r]), load(s.output.data() + r * dim + d)));
+}
+
+}  // namespace baton

@@ -1,0 +1,44 @@
+// The C interface: plain structs that native.py mirrors field by field.
+#pragma once
+#include "matrix.h"
+
+namespace baton {
+
+struct LayerDesc {
+    Matrix qkv, output, gate_up, down;
+    const float* attention_norm;
+    const float* mlp_norm;
+    const float* post_attention_norm;  // null: none; else the block's output is normalised before it is added
+    const float* post_mlp_norm;
+    const float* qkv_bias;  // null: none
+    const float* query_norm;
+    const float* key_norm;
+    i64 window;  // 0: sees everything
+    i64 rope;    // which of the two rotary embeddings
+};
+
+struct ModelDesc {
+    i64 hidden, heads, kv_heads, head_dim, intermediate, vocab, num_layers, threads;
+    i64 gelu;
+    float epsilon, embed_factor, attention_scale, attention_softcap, logit_softcap;
+    float rope_factor[2];
+    const float* inverse_frequencies[2];  // head_dim / 2 each
+    const float* final_norm;
+    Matrix embedding, head;
+    const LayerDesc* layers;
+};
+
+struct StepDesc {
+    i64 num_tokens, num_segments, table_width, num_logit_rows, logits_stride;
+    const i64* token_ids;
+    const i64* positions;
+    const i64* slots;
+    const int32_t* segments;  // [num_segments][first row, rows, context]
+    const int32_t* block_tables;
+    const i64* logit_rows;
+    float* logits;
+    void* pool;
+    i64 num_blocks, num_pool_layers, block_tokens, is_half;
+};
+
+}  // namespace baton
