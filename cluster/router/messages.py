@@ -1,0 +1,116 @@
+"""Protocol messages <-> the core's own types."""
+
+from baton_pb.v1 import router_pb2, transfer_pb2, worker_pb2
+from cluster.router.router import Placement, PlacementRequest, Router
+from cluster.router.worker_table import Role, Worker, WorkerFacts, WorkerInfo, WorkerLoad
+from common.chain_hash import HASH_BYTES
+from common.errors import InvalidRequestError
+
+_ROLES = {
+    worker_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
+    worker_pb2.WORKER_ROLE_DECODE: Role.DECODE,
+    worker_pb2.WORKER_ROLE_BOTH: Role.BOTH,
+}
+_ROLES_PB = {role: number for number, role in _ROLES.items()}
+
+
+def info_from_pb(address: router_pb2.WorkerAddress) -> WorkerInfo:
+    """Decode an entry of the worker list.
+
+    Raises:
+        InvalidRequestError: no id, address or role.
+    """
+    role = _ROLES.get(address.role)
+    if not address.worker_id or not address.address or role is None:
+        raise InvalidRequestError(f"a worker needs id, address and role, got {address!s}")
+    return WorkerInfo(address.worker_id, address.address, role, address.node)
+
+
+def role_from_pb(role: "worker_pb2.WorkerRole.ValueType") -> Role | None:
+    """Decode a role; None for one that is not known here."""
+    return _ROLES.get(role)
+
+
+def facts_from_pb(handshake: worker_pb2.HandshakeReply) -> WorkerFacts:
+    """Decode a handshake."""
+    return WorkerFacts(
+        generation=handshake.generation,
+        model_id=handshake.model_id,
+        layout=_layout_in_words(handshake.layout),
+        block_tokens=handshake.layout.block_tokens,
+        hash_probe=handshake.hash_probe,
+        num_blocks=handshake.num_blocks,
+        context_tokens=handshake.context_tokens,
+    )
+
+
+def _layout_in_words(layout: transfer_pb2.BlockLayout) -> str:
+    return (
+        f"{layout.dtype} [{layout.axes}] of {layout.num_layers} layers, {layout.block_tokens} tokens, "
+        f"{layout.num_kv_heads} heads, {layout.head_dim} dims"
+    )
+
+
+def load_from_pb(load: worker_pb2.LoadReport) -> WorkerLoad:
+    """Decode a load report."""
+    return WorkerLoad(load.queued_tokens, load.waiting_sequences, load.running_sequences, load.draining)
+
+
+def request_from_pb(request: router_pb2.PlaceRequest) -> PlacementRequest:
+    """Decode a request for a placement.
+
+    Raises:
+        InvalidRequestError: a hash of another length.
+    """
+    if any(len(prefix) != HASH_BYTES for prefix in request.hashes):
+        raise InvalidRequestError(f"chain hashes must have {HASH_BYTES} bytes")
+    return PlacementRequest(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        max_output_tokens=request.max_output_tokens,
+        hashes=tuple(request.hashes),
+        excluded=frozenset(request.excluded_worker_ids),
+    )
+
+
+def placement_to_pb(placement: Placement) -> router_pb2.WorkerPlacement:
+    """Encode a placement."""
+    prefill = placement.prefill
+    return router_pb2.WorkerPlacement(
+        decode_worker_id=placement.decode.worker_id,
+        decode_address=placement.decode.address,
+        prefill=None
+        if prefill is None
+        else worker_pb2.PrefillTarget(worker_id=prefill.worker_id, address=prefill.address),
+        decode_hit_blocks=placement.decode_hit_blocks,
+        prefill_hit_blocks=placement.prefill_hit_blocks,
+        reason=placement.reason,
+    )
+
+
+def cluster_facts(router: Router) -> router_pb2.ClusterFacts | None:
+    """Return what gateways must know of the workers; None while nothing is known."""
+    agreed = router.agreed()
+    if agreed is None:
+        return None
+    return router_pb2.ClusterFacts(
+        model_id=agreed.model_id, block_tokens=agreed.block_tokens, context_tokens=router.context_tokens
+    )
+
+
+def worker_to_pb(
+    worker: Worker, load: worker_pb2.LoadReport | None, handshake: worker_pb2.HandshakeReply | None
+) -> router_pb2.WorkerStatus:
+    """Encode a row, with the worker's last messages as they came."""
+    info = worker.info
+    return router_pb2.WorkerStatus(
+        worker_id=info.worker_id,
+        role=_ROLES_PB[info.role],
+        node=info.node,
+        address=info.address,
+        state=worker.state.value,
+        load=load,
+        handshake=handshake,
+        reservations=worker.account.reservations,
+        reason=worker.reason,
+    )

@@ -1,0 +1,1 @@
+"""Ways to choose a worker, one file each."""

@@ -1,0 +1,26 @@
+"""Where most of the prompt is cached. See README.md."""
+
+from random import Random
+
+from cluster.router.policies.policy import Candidate, Choice, Question, choose_each, decode_load, prefill_load
+
+
+class Prefix:
+    """Most cached blocks, then least load, for the decoder and the prefiller each."""
+
+    name = "prefix"
+
+    def choose(self, question: Question, rng: Random) -> Choice:
+        """See Policy."""
+        decode, prefill = choose_each(question, _decode_cost, _prefill_cost, rng)
+        holders = [decode] if prefill is None else [decode, prefill]
+        held = ", ".join(f"{holder.worker_id} holds {holder.hit_blocks}" for holder in holders)
+        return Choice(decode, prefill, f"prefix: {held} of {question.num_blocks} blocks")
+
+
+def _decode_cost(candidate: Candidate) -> tuple[float, ...]:
+    return (-candidate.hit_blocks, *decode_load(candidate))
+
+
+def _prefill_cost(candidate: Candidate) -> tuple[float, ...]:
+    return (-candidate.hit_blocks, *prefill_load(candidate))

@@ -1,0 +1,90 @@
+"""gRPC settings of the control plane: servers that several gateways share, channels that notice a lost peer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from common.errors import ConfigError
+
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+"""Largest message between our own processes: a snapshot of a million blocks has 18 MB."""
+
+Options = list[tuple[str, int]]
+
+
+def server_options(message_bytes_max: int = MESSAGE_BYTES_MAX) -> Options:
+    """Return the options of a server."""
+    return [
+        ("grpc.max_receive_message_length", message_bytes_max),
+        ("grpc.max_send_message_length", message_bytes_max),
+        # Two servers never share a port by accident.
+        ("grpc.so_reuseport", 0),
+        # Clients may ping a quiet stream as often as they like: no "too many pings".
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        # A client whose host vanished is noticed.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def channel_options() -> Options:
+    """Return the options of a channel to one of our own processes."""
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        # A peer whose host vanished in the middle of a stream is noticed in two seconds and a half.
+        ("grpc.keepalive_time_ms", 1_000),
+        ("grpc.keepalive_timeout_ms", 1_500),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A process that is restarted under its old address is found again at once.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        # A channel never inherits a broken connection from the one before it.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Return a channel to one of our own processes."""
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Take a port (0: any free one) and return the address.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: is the port taken?") from error
+    if bound == 0:
+        raise ConfigError(f"cannot listen on {host}:{port}: is the port taken?")
+    return f"{host}:{bound}"
+
+
+class Health:
+    """The standard health service of one server."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set_serving(self, is_serving: bool, names: Sequence[str]) -> None:
+        """Change the answer for these services; "" is the server as a whole."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in names:
+            await self._servicer.set(name, status)
+
+    async def close(self) -> None:
+        """Answer NOT_SERVING for good."""
+        await self._servicer.enter_graceful_shutdown()
