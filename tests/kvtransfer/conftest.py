@@ -9,8 +9,9 @@ import pytest
 
 from common.config import TransferConfig
 from kvtransfer.endpoint import TransferEndpoint
-from kvtransfer.fake import FakeBlockStore, FakeNetwork
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeNetwork
 from kvtransfer.interface import Endpoint
+from kvtransfer.layout import BlockLayout
 
 
 @dataclass(slots=True)
@@ -28,8 +29,10 @@ Run = Callable[[Callable[[Pair], object]], None]
 
 
 @asynccontextmanager
-async def _pair(transport: str, num_blocks: int = 16, **settings: object) -> AsyncIterator[Pair]:
-    source, target = FakeBlockStore(num_blocks), FakeBlockStore(num_blocks)
+async def _pair(
+    transport: str, num_blocks: int = 16, layout: BlockLayout = SMALL_LAYOUT, **settings: object
+) -> AsyncIterator[Pair]:
+    source, target = FakeBlockStore(num_blocks, layout), FakeBlockStore(num_blocks, layout)
     for block in range(num_blocks):
         source.fill(block, block + 1)
     sender: Endpoint

@@ -300,6 +300,41 @@ def test_a_stranger_on_the_ucx_ports_disturbs_nobody() -> None:
     asyncio.run(test())
 
 
+LARGE_LAYOUT = SMALL_LAYOUT._replace(num_layers=4, block_tokens=32, head_dim=128)  # 256 KiB a block
+
+
+@pytest.mark.parametrize("by_sender", [False, True])
+def test_large_pieces_may_be_aborted_at_any_moment(make_real_pair: MakePair, by_sender: bool) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_real_pair(num_blocks=8, layout=LARGE_LAYOUT) as pair:
+            foreign = bytes([0xEE]) * LARGE_LAYOUT.block_bytes
+            for yields in (0, 1, 2, 4, 8, 12, 16, 24, 32, 48):
+                landing = pair.receiver.grant(list(range(6)), 0)
+                push = await pair.sender.open_push(landing.ticket)
+                for block in (0, 2, 4):
+                    push.announce(block, [block + 1, block])
+                for _ in range(yields):
+                    await asyncio.sleep(0)
+
+                if by_sender:
+                    await push.abort("enough")
+                    with pytest.raises(TransferError):
+                        await landing.landed()
+                    await landing.abort("enough")
+                else:
+                    await landing.abort("enough")
+                for block in range(6):
+                    pair.target.write(block, foreign)
+                await push.abort("enough")
+
+                await transfer(pair, [7], [7])
+                assert all(pair.target.block(block) == foreign for block in range(6))
+            assert pair.sender.num_active == pair.receiver.num_active == 0
+            assert sum(entry.refusals for entry in pair.receiver.stats()) == 0
+
+    asyncio.run(test())
+
+
 class TransferMachine(RuleBasedStateMachine):
     """Grants, announcements, aborts and reuse in any order: a block only holds what its present owner put there."""
 

@@ -1,0 +1,206 @@
+"""Two processes: bytes cross between them, and the death of either is a typed error at the other, all blocks back."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton_pb.v1 import transfer_pb2
+from common.config import TransferConfig
+from common.errors import TransferError, WorkerLostError
+from kvtransfer.endpoint import TransferEndpoint
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = SMALL_LAYOUT._replace(num_layers=16, block_tokens=64, head_dim=128)  # 2 MiB a block
+NUM_BLOCKS = 24
+MARK = 0xEE
+
+PEER = """
+import asyncio, sys
+from baton_pb.v1 import transfer_pb2
+from common.config import TransferConfig
+from kvtransfer.endpoint import TransferEndpoint
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+
+async def main():
+    layout = SMALL_LAYOUT._replace(num_layers=16, block_tokens=64, head_dim=128)
+    store = FakeBlockStore(24, layout)
+    config = TransferConfig.model_validate({"transport": sys.argv[1]})
+    endpoint = await TransferEndpoint.start("peer", "127.0.0.1", store, config)
+    print("ready", flush=True)
+    while True:
+        line = await asyncio.to_thread(sys.stdin.readline)
+        command, _, argument = line.strip().partition(" ")
+        if command == "grant":
+            landing = endpoint.grant(list(range(int(argument))), 0)
+            print(landing.ticket.SerializeToString().hex(), flush=True)
+        elif command == "landed":
+            await landing.landed()
+            print(all(set(store.block(b)) == {b + 1} for b in range(int(argument))), flush=True)
+        elif command == "push":
+            ticket = transfer_pb2.Ticket.FromString(bytes.fromhex(argument))
+            for block in range(24):
+                store.write(block, bytes([block + 1]) * layout.block_bytes)
+            push = await endpoint.open_push(ticket)
+            push.announce(0, list(range(len(ticket.block_ids))))
+            print("announced", flush=True)
+        elif command == "finish":
+            print((await push.finish()).num_bytes, flush=True)
+        else:
+            await endpoint.close()
+            return
+
+asyncio.run(main())
+"""
+
+
+class Peer:
+    """A child process that does what it is told by lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        await self.process.stdin.drain()
+
+    async def ask(self, line: str) -> str:
+        await self.tell(line)
+        return await self.hear()
+
+    async def hear(self) -> str:
+        assert self.process.stdout is not None
+        while True:
+            line = (await self.process.stdout.readline()).decode().strip()
+            if " UCX " not in line:  # its complaints about the environment go to standard output
+                return line
+
+
+@asynccontextmanager
+async def peer(transport: str) -> AsyncIterator[Peer]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PEER,
+        transport,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+        limit=1 << 20,
+    )
+    child = Peer(process)
+    try:
+        assert await child.hear() == "ready"
+        yield child
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@asynccontextmanager
+async def own(transport: str) -> AsyncIterator[tuple[TransferEndpoint, FakeBlockStore]]:
+    store = FakeBlockStore(NUM_BLOCKS, LAYOUT)
+    config = TransferConfig.model_validate({"transport": transport})
+    endpoint = await TransferEndpoint.start("own", "127.0.0.1", store, config)
+    try:
+        yield endpoint, store
+    finally:
+        await endpoint.close()
+    assert endpoint.num_active == 0
+
+
+async def first_piece(endpoint: TransferEndpoint) -> None:
+    """Return when one piece has been acknowledged: the transfer is in full flow."""
+    before = sum(entry.pieces for entry in endpoint.stats())
+    while sum(entry.pieces for entry in endpoint.stats()) == before:  # noqa: ASYNC110  (pieces raise no event)
+        await asyncio.sleep(0)
+
+
+def mark(store: FakeBlockStore) -> None:
+    for block in range(NUM_BLOCKS):
+        store.write(block, bytes([MARK]) * LAYOUT.block_bytes)
+
+
+def is_marked(store: FakeBlockStore) -> bool:
+    return all(store.block(block) == bytes([MARK]) * LAYOUT.block_bytes for block in range(NUM_BLOCKS))
+
+
+@pytest.mark.parametrize("transport", ["shm", "ucx"])
+def test_bytes_cross_both_ways_and_a_receiver_killed_in_full_flow_is_lost_at_once(transport: str) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), peer(transport) as child, own(transport) as (endpoint, store):
+            landing = endpoint.grant(list(range(10)), 0)
+            assert await child.ask(f"push {landing.ticket.SerializeToString().hex()}") == "announced"
+            assert await child.ask("finish") == str(10 * LAYOUT.block_bytes)
+            assert (await landing.landed()).transport == transport
+            assert all(set(store.block(block)) == {block + 1} for block in range(10))
+
+            ticket = transfer_pb2.Ticket.FromString(bytes.fromhex(await child.ask("grant 10")))
+            push = await endpoint.open_push(ticket)
+            for block in reversed(range(10)):
+                push.announce(block, [block], range(8, 16))
+                push.announce(block, [block], range(8))
+            await push.finish()
+            assert await child.ask("landed 10") == "True"
+
+            ticket = transfer_pb2.Ticket.FromString(bytes.fromhex(await child.ask(f"grant {NUM_BLOCKS}")))
+            push = await endpoint.open_push(ticket)
+            push.announce(0, list(range(NUM_BLOCKS)))
+            await first_piece(endpoint)
+
+            child.process.send_signal(signal.SIGKILL)
+
+            async with asyncio.timeout(2):  # long before any lease or missed ping
+                with pytest.raises(WorkerLostError, match="lost"):
+                    await push.finish()
+                await push.abort("lost")
+            assert endpoint.num_active == 0
+            with pytest.raises(WorkerLostError):
+                await endpoint.open_push(ticket)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("transport", ["shm", "ucx"])
+def test_a_sender_frozen_or_killed_in_full_flow_cannot_write_after_the_abort(transport: str) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), peer(transport) as child, own(transport) as (endpoint, store):
+            frozen = endpoint.grant(list(range(NUM_BLOCKS)), 0)
+            assert await child.ask(f"push {frozen.ticket.SerializeToString().hex()}") == "announced"
+            await first_piece(endpoint)
+
+            child.process.send_signal(signal.SIGSTOP)
+            await frozen.abort("it hangs")
+            mark(store)
+            child.process.send_signal(signal.SIGCONT)
+
+            with pytest.raises(TransferError):
+                await frozen.landed()
+            await asyncio.sleep(0.2)
+            assert is_marked(store)
+
+            killed = endpoint.grant(list(range(NUM_BLOCKS)), 0)
+            await child.tell(f"push {killed.ticket.SerializeToString().hex()}")
+            await first_piece(endpoint)  # the sender is served again
+
+            child.process.send_signal(signal.SIGKILL)
+
+            async with asyncio.timeout(2):
+                with pytest.raises(TransferError, match="lost"):
+                    await killed.landed()
+                await killed.abort("lost")
+            mark(store)
+            await asyncio.sleep(0.1)
+            assert is_marked(store)
+            assert endpoint.num_active == 0
+
+    asyncio.run(test())
