@@ -1,6 +1,5 @@
 """The command line, `baton`. Declares commands and options; what they do is in cluster/commands and imported on use."""
 
-import asyncio
 import importlib
 import importlib.util
 import json
@@ -162,7 +161,7 @@ def model_pull(
         from cluster.commands.report import Report
 
         with Report() as report:
-            folder = asyncio.run(model_store.resolve(node, report.model_progress))
+            folder = model_store.resolve(node, report.model_progress)
         sys.stdout.write(f"{json.dumps(_model_json(folder)) if as_json else folder.path}\n")
 
 

@@ -50,7 +50,20 @@ class ModelFolder(NamedTuple):
         return path if path.is_file() else None
 
 
-async def resolve(config: ModelConfig, progress: Progress) -> ModelFolder:
+def _quiet(stage: str, fraction: float | None) -> None:
+    del stage, fraction
+
+
+def resolve(config: ModelConfig, progress: Progress = _quiet) -> ModelFolder:
+    """Do what `prepare` does, outside of a loop.
+
+    Raises:
+        ConfigError: see there.
+    """
+    return asyncio.run(prepare(config, progress))
+
+
+async def prepare(config: ModelConfig, progress: Progress) -> ModelFolder:
     """Return the folder of the configured model, fetching and converting it if that was not done before.
 
     Two processes that want the same model at once do the work once. Cancelling ends the work and leaves nothing half

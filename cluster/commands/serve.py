@@ -119,7 +119,7 @@ class _Serving:
         """Start Ray and bring the model at the same time: each takes seconds, and the first model half a minute."""
         self._report.doing("ray", "starting Ray")
         starting = asyncio.create_task(self._ray.start())
-        resolving = asyncio.create_task(model_store.resolve(self._config.model, self._report.model_progress))
+        resolving = asyncio.create_task(model_store.prepare(self._config.model, self._report.model_progress))
         try:
             await asyncio.wait([starting, resolving], return_when=asyncio.FIRST_EXCEPTION)
             if starting.done():

@@ -9,19 +9,24 @@ import secrets
 import signal
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.config import EngineConfig
 from common.errors import ConfigError
 
+if TYPE_CHECKING:  # the reaper imports this module and must stay small
+    from common.config import EngineConfig
+
+_SESSION = "BATON_SESSION"
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def prepare_ray(is_local: bool) -> None:
+def prepare_ray(session: Path | None) -> None:
     """Set what Ray reads at import and hands to all its processes; call before the first `import ray`.
 
     Args:
-        is_local: Ray is started by this process: its token is made here and nobody else learns it. When an existing
-            Ray is joined, the token and the mode are that cluster's and come with the caller's environment.
+        session: the folder of a Ray that this process starts. Its token is made here and nobody else learns it, and
+            its processes are marked for `kill_session`. None: an existing Ray is joined; the token and the mode are
+            that cluster's and come with the caller's environment.
     """
     os.environ.update(
         RAY_USAGE_STATS_ENABLED="0",
@@ -30,20 +35,37 @@ def prepare_ray(is_local: bool) -> None:
         # Actors without GPUs see none anyway; without this Ray warns that the rule will change.
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     )
-    if is_local:
+    if session is not None:
+        os.environ[_SESSION] = str(session)
         os.environ.update(
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=secrets.token_hex(32),
-            # After a kill -9 of this process Ray's agents try to tell its GCS, which is gone too, for so long (60 s by
-            # default) before they end. A local GCS never comes back.
-            RAY_gcs_rpc_server_reconnect_timeout_s="1",
-            RAY_gcs_server_request_timeout_seconds="5",
+            # How long Ray's parts wait for a GCS that is gone before they end (60 by default): a local one never
+            # comes back, but a busy machine may keep it from answering for seconds.
+            RAY_gcs_rpc_server_reconnect_timeout_s="20",
         )
         os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
         os.environ.pop("RAY_ADDRESS", None)
 
 
-def worker_environment(engine: EngineConfig) -> dict[str, str]:
+def kill_session(session: Path) -> None:
+    """Kill what is left of the Ray with this folder: e.g. a worker that was just starting when its raylet ended.
+
+    They are known by the mark in their environment, which every descendant inherits and nobody else has.
+    """
+    mark = f"{_SESSION}={session}".encode()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue  # it has ended, or is not ours to look at
+        if mark in environment.split(b"\0"):
+            kill_process(int(folder.name))
+
+
+def worker_environment(engine: "EngineConfig") -> dict[str, str]:
     """Return the variables of a worker's process: thread counts, and no calls home. CUDA_VISIBLE_DEVICES is Ray's."""
     environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if engine.threads:

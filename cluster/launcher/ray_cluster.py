@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.launcher import processes
+from cluster.launcher.reaper import Reaper
 from common.config import RayConfig
 from common.errors import ConfigError
 
@@ -25,9 +26,6 @@ _SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,
     # How long a process that was told to die may ignore it (it may be stopped or hung) before SIGKILL.
     "kill_worker_timeout_milliseconds": 500,
-    # A SIGTERM to the whole process group ends the GCS first. This process must live on to clean up; by default, and by
-    # the shorter time that processes.prepare_ray gives Ray's agents, Ray would end it.
-    "gcs_rpc_server_reconnect_timeout_s": 30,
 }
 
 
@@ -60,12 +58,12 @@ class RayCluster:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
 
     def _start(self) -> None:
-        processes.prepare_ray(self.is_local)
+        self._folder = _SessionFolder() if self.is_local else None
+        processes.prepare_ray(None if self._folder is None else self._folder.path)
         import ray
 
         arguments: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True, "namespace": _NAMESPACE}
-        if self.is_local:
-            self._folder = _SessionFolder()
+        if self._folder is not None:
             arguments |= {
                 "num_cpus": _NUM_CPUS,
                 "include_dashboard": False,
@@ -98,7 +96,8 @@ class RayCluster:
 class _SessionFolder:
     """Ray's folder for sockets and logs, private to this process and removed with it.
 
-    The folder of a process that was killed is removed by the next one: its lock is free then.
+    Of a process that was killed, the reaper removes it together with Ray's processes; were the reaper killed too, the
+    next `serve` does: the folder's lock is free then.
     """
 
     def __init__(self) -> None:
@@ -107,10 +106,11 @@ class _SessionFolder:
         hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
         self._lock = self._try_lock(hidden)
         self.path = hidden.rename(hidden.with_name(hidden.name.removeprefix(".")))
+        self._reaper = Reaper(self.path)
 
     def remove(self) -> None:
-        """Delete it with all its content."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """End what is left of Ray and delete the folder with all its content."""
+        self._reaper.reap()
         if self._lock is not None:
             self._lock.close()
 
