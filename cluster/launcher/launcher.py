@@ -118,6 +118,7 @@ class RayLauncher:
             "name": f"baton-{spec.member.name}",
             "num_cpus": spec.num_cpus,
             "num_gpus": spec.num_gpus,
+            "resources": dict(spec.resources),
             "max_restarts": 0,
             "max_concurrency": _RPC_CONCURRENCY,
             "scheduling_strategy": strategy,

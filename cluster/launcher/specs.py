@@ -1,7 +1,7 @@
 """From the configuration to the processes of a cluster: what each hosts, how it is started, what Ray reserves."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.launcher import processes
@@ -27,6 +27,7 @@ class ServiceSpec:
     environment: Mapping[str, str]
     num_cpus: float = 0.0
     num_gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
 
     def arguments_for(self, launch: Launch) -> dict[str, Any]:
         """Return the entry's arguments for one life, which has to listen where the last one did."""
@@ -77,4 +78,12 @@ def _worker(config: ClusterConfig, model: ModelFolder, role: Role, number: int) 
     if role is Role.BOTH:
         arguments["is_colocated"] = True
     environment = processes.worker_environment(config.engine)
-    return ServiceSpec(member, _WORKER, arguments, environment, config.ray.cpus_per_worker, config.ray.gpus_per_worker)
+    return ServiceSpec(
+        member,
+        _WORKER,
+        arguments,
+        environment,
+        config.ray.cpus_per_worker,
+        config.ray.gpus_per_worker,
+        settings.ray_resources,
+    )

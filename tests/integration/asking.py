@@ -48,7 +48,7 @@ class Asker:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def ask(
         self,
