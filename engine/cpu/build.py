@@ -26,10 +26,11 @@ CACHE = Path("~/.cache/baton/kernels")
 _COMPILERS = ("c++", "g++", "clang++")
 _COMPILE_TIMEOUT_S = 300.0
 # Contraction is off so that a sum rounds alike in every tile height. GCC's own AVX-512 headers trip -Wuninitialized.
-_FLAGS = (
-    "-std=c++20 -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -fPIC -shared -pthread"
-    " -Wall -Wextra -Wno-psabi -Wno-ignored-attributes -Wno-uninitialized -Wno-maybe-uninitialized"
-).split()
+_FLAGS = [
+    *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"),
+    *("-fPIC", "-shared", "-pthread", "-Wall", "-Wextra"),
+    *("-Wno-psabi", "-Wno-ignored-attributes", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+]
 _ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [

@@ -165,7 +165,9 @@ class Gguf:
         try:
             self._read()
         except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:
-            raise ConfigError(f"model file {file} is not a readable GGUF: {error!r} at byte {self._at}") from error
+            raise ConfigError(
+                f"model file {file} is not a readable GGUF: {type(error).__name__} at byte {self._at}"
+            ) from error
 
     def find(self, name: str, shape: tuple[int, int]) -> Blocks | None:
         """Return a matrix [rows, k]; None: not there, not quantised in a known way.
@@ -195,7 +197,8 @@ class Gguf:
 
     def _skip(self, kind: int) -> None:
         if kind == _STRING:
-            self._at += self._number("Q")
+            size = self._number("Q")
+            self._at += size
         elif kind == _ARRAY:
             element, count = self._number("I"), self._number("Q")
             if element in _SIZES:

@@ -71,11 +71,11 @@ def _pack_w8(scale: _Halves, values: Floats) -> Bytes:
 
 def _pack_q4(scale: _Halves, least: _Halves, values: Floats) -> Bytes:
     u = values.astype(np.uint8)
-    return _join(scale, least, u[..., :16] | (u[..., 16:] << 4))
+    return _join(scale, least, (u[..., :16] | (u[..., 16:] << 4)).astype(np.uint8))
 
 
 def _join(scale: _Halves, least: _Halves | None, values: Bytes) -> Bytes:
-    """[P, B, 16] scales (and minima), [P, B, 16, bytes] values -> blocks: groups of four bytes of each column in turn."""
+    """[P, B, 16] scales (and minima), [P, B, 16, bytes] values -> blocks: four bytes of each column in turn."""
     panels, blocks, columns, size = values.shape
     groups = values.reshape(panels, blocks, columns, size // 4, 4).transpose(0, 1, 3, 2, 4)
     parts = [np.ascontiguousarray(scale).view(np.uint8).reshape(panels, blocks, -1)]

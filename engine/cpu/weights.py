@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import mmap
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -223,7 +222,7 @@ def _write_matrix(
 
 
 def _blocks(gguf: Gguf | None, part: Part, k: int, format_: Format) -> Blocks | None:
-    """Return a part's blocks if the GGUF has them in the wanted format or a wider one, in the checkpoint's row order."""
+    """Return a part's blocks in the checkpoint's row order, if the GGUF has them as wide as wanted or wider."""
     found = gguf.find(part.gguf_name, (part.rows, k)) if gguf is not None else None
     if gguf is None or found is None or (block_format(found.kind) is Format.Q4 and format_ is not Format.Q4):
         return None
@@ -257,6 +256,6 @@ def _fingerprint(folder: Path, format_: Format) -> str:
         files.append(folder / GGUF_NAME)
     for file in files:
         if file.exists():
-            stat = os.stat(file)
+            stat = file.stat()
             key.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return key.hexdigest()[:16]
