@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from baton_pb.v1 import transfer_pb2
 from common.errors import MismatchError, UnauthenticatedError, WorkerLostError
 from common.logs import log
-from kvtransfer.sender import Greeter, OutboundPeer
+from kvtransfer.outbound import Greeter, OutboundPeer
 from kvtransfer.transports import shm
 
 if TYPE_CHECKING:  # loading UCX takes half a second: the endpoint does it in a thread, and only where it is wanted
@@ -34,25 +34,27 @@ class Dialer:
 
     async def dial(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
         """Connect by the fastest transport that both ends have; see `kvtransfer.sender.Dialer`."""
-        wants_shm = self._transport != "ucx" and bool(address.shm_path) and self._memfd is not None
-        if wants_shm and address.host_id == self._host_id:
-            try:
-                return await self._dial_shm(address, greeter)
-            except (OSError, UnauthenticatedError) as error:
-                if self._transport == "shm" or not address.ucx_port or self.station is None:
-                    raise WorkerLostError(f"cannot reach {address.worker_id} over shared memory: {error}") from error
-                reason = f"cannot reach its socket: {error}"
-            peer = await self._dial_ucx(address, greeter)
-            greeter.counters.fell_back(address.worker_id, "ucx")
-            fields = {"worker_id": address.worker_id, "reason": reason}
-            log(logger, logging.WARNING, "SLOW PATH: a receiver on this host is reached over ucx, not shm", **fields)
-            return peer
-        if self._transport == "shm":
-            raise MismatchError(f"transport is shm here, but {address.worker_id} is on another host or lacks it")
-        return await self._dial_ucx(address, greeter)
+        if self._transport == "ucx":
+            return await self._dial_ucx(address, greeter)
+        if address.host_id != self._host_id or not address.shm_path:
+            if self._transport == "shm":
+                raise MismatchError(f"transport is shm here, but {address.worker_id} is on another host or lacks it")
+            return await self._dial_ucx(address, greeter)
+        try:
+            return await self._dial_shm(address, greeter)
+        except (OSError, UnauthenticatedError) as error:
+            if self._transport == "shm" or not address.ucx_port or self.station is None:
+                raise WorkerLostError(f"cannot reach {address.worker_id} over shared memory: {error}") from error
+            reason = str(error)
+        peer = await self._dial_ucx(address, greeter)
+        greeter.counters.fell_back(address.worker_id, peer.transport)
+        fields = {"worker_id": address.worker_id, "reason": reason}
+        log(logger, logging.WARNING, "SLOW PATH: a receiver on this host is reached over ucx, not shm", **fields)
+        return peer
 
     async def _dial_shm(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
-        assert self._memfd is not None
+        if self._memfd is None:
+            raise OSError("the own pool has no memfd to share")
         peer = OutboundPeer(address, greeter, await shm.connect(address.shm_path), shm.NAME)
         try:
             fd = shm.read_only(self._memfd)
@@ -69,13 +71,13 @@ class Dialer:
     async def _dial_ucx(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
         if self.station is None or not address.ucx_port:
             raise MismatchError(f"no transport in common with {address.worker_id}")
-        from kvtransfer.transports import ucx
+        from kvtransfer.transports import ucx, ucx_link  # loaded by the endpoint
 
         try:
             sock = await ucx.connect_control(address.host, address.ucx_port)
         except OSError as error:
             raise WorkerLostError(f"cannot reach {address.worker_id} at {address.host}: {error}") from error
-        peer = OutboundPeer(address, greeter, sock, ucx.NAME)
+        peer = OutboundPeer(address, greeter, sock, ucx_link.NAME)
         try:
             extra = await peer.greet()
             link = await self.station.connect(address.host, extra, greeter.pool.memory, greeter.pool.threads)

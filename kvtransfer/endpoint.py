@@ -26,9 +26,10 @@ from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
 from kvtransfer.memory import Memory, copy_threads
+from kvtransfer.outbound import Greeter, OwnPool
 from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Greeter, OwnPool, Sender
+from kvtransfer.sender import Sender
 from kvtransfer.store import BlockStore
 from kvtransfer.transports import shm
 from kvtransfer.wire import PROTOCOL
@@ -147,7 +148,7 @@ class TransferEndpoint:
     async def _open_ucx_door(self) -> None:
         ucx = await asyncio.to_thread(importlib.import_module, "kvtransfer.transports.ucx")
         station = ucx.UcxStation(
-            self.address.host, self._config.connect_timeout_s, lambda: self._counters.refused(UNKNOWN, ucx.NAME)
+            self.address.host, self._config.connect_timeout_s, lambda: self._counters.refused(UNKNOWN, "ucx")
         )
         self._dialer.station = station
         door = ucx.UcxDoor(station, self.address.host, self._pool.memory, self._threads)

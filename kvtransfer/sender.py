@@ -1,43 +1,24 @@
-"""The sending half of an endpoint: one connection to each receiver, and on it any number of pushes."""
+"""The sending half of an endpoint: any number of pushes, over one connection to each receiver."""
 
 import asyncio
 import logging
-import socket
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from baton_pb.v1 import transfer_pb2
-from common.errors import BatonError, MismatchError, TransferError, WorkerLostError
+from common.errors import TransferError, WorkerLostError
 from common.logs import log
-from kvtransfer.counters import TransferCounters
-from kvtransfer.layout import BlockLayout, require_equal
-from kvtransfer.memory import Memory, checksum_of
-from kvtransfer.pieces import Piece, Run, cut, piece_bytes, runs_of
+from kvtransfer.outbound import Greeter, OutboundPeer
 from kvtransfer.push import BlockPush
 from kvtransfer.ticket import TicketTerms, read_ticket
-from kvtransfer.transports.base import OutboundLink
-from kvtransfer.wire import PROTOCOL, FrameConnection, FrameError, error_of_abort
 
 logger = logging.getLogger(__name__)
-
-
-class OwnPool(NamedTuple):
-    """What a sender needs of its own pool."""
-
-    memory: Memory
-    layout: BlockLayout
-    num_blocks: int
-    threads: Executor
-    """Where checksums are computed."""
 
 
 class Dialer(Protocol):
     """Makes connections to receivers by the transport that fits."""
 
-    async def dial(self, address: transfer_pb2.TransferAddress, greet: "Greeter") -> "OutboundPeer":
+    async def dial(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
         """Connect and shake hands.
 
         Raises:
@@ -45,15 +26,6 @@ class Dialer(Protocol):
             MismatchError: no transport in common, or another layout.
         """
         ...
-
-
-class Greeter(NamedTuple):
-    """What a dialer needs to turn a socket into a peer."""
-
-    pool: OwnPool
-    hello: transfer_pb2.Hello
-    counters: TransferCounters
-    inflight_bytes_max: int
 
 
 class Sender:
@@ -124,7 +96,7 @@ class Sender:
             ) from error
         return push
 
-    async def _peer(self, address: transfer_pb2.TransferAddress) -> "OutboundPeer":
+    async def _peer(self, address: transfer_pb2.TransferAddress) -> OutboundPeer:
         """Return the connection to this life of the receiver; callers at the same time share one attempt."""
         if self._is_closed:
             raise TransferError("the sender is closed")
@@ -141,7 +113,7 @@ class Sender:
                 raise TransferError("the sender closes") from None
             raise
 
-    async def _dial(self, address: transfer_pb2.TransferAddress, key: tuple[str, int]) -> "OutboundPeer":
+    async def _dial(self, address: transfer_pb2.TransferAddress, key: tuple[str, int]) -> OutboundPeer:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 peer = await self._dialer.dial(address, self._greeter)
@@ -155,225 +127,3 @@ class Sender:
         peer.on_lost = lambda: self._peers.pop(key, None)
         log(logger, logging.INFO, "connected to receiver", worker_id=address.worker_id, transport=peer.transport)
         return peer
-
-
-class OutboundPeer:
-    """The connection to one receiver. Implements `ReceiverPeer` for the pushes on it.
-
-    Pieces of all its pushes leave in the order of announcement, while at most `inflight_bytes_max` are unacknowledged
-    (one piece always may). Each receiver has its own, so a slow one holds up nobody else.
-    """
-
-    def __init__(self, address: transfer_pb2.TransferAddress, greeter: Greeter, sock: socket.socket, name: str) -> None:
-        self.transport = name
-        self.last_ack = 0.0
-        self.is_lost = False
-        self.on_lost: Callable[[], object] = lambda: None
-        """Called once when the connection has ended; set by the sender."""
-        self._address = address
-        self._greeter = greeter
-        self._link: OutboundLink | None = None
-        self._pushes: dict[bytes, BlockPush] = {}
-        self._queue: deque[tuple[BlockPush, Piece]] = deque()
-        self._inflight_bytes = 0
-        self._loop = asyncio.get_running_loop()
-        self._hello: asyncio.Future[transfer_pb2.Hello] = self._new_hello()
-        self._connection = FrameConnection(sock, self._on_frame, self._on_lost)
-
-    @property
-    def num_source_blocks(self) -> int:
-        """Blocks in the own pool."""
-        return self._greeter.pool.num_blocks
-
-    async def greet(self, fds: Sequence[int] = ()) -> bytes:
-        """Exchange Hellos; return what the receiver's says to this transport.
-
-        Raises:
-            MismatchError: another protocol or layout.
-            TransferError: another worker or another life of it answers there, or it refuses.
-            WorkerLostError: the connection broke.
-        """
-        self._connection.send(transfer_pb2.TransferFrame(hello=self._greeter.hello), fds)
-        hello = await self.next_hello()
-        if hello.protocol != PROTOCOL:
-            raise MismatchError(f"transfer protocol is {PROTOCOL} here and {hello.protocol} there")
-        require_equal(self._greeter.pool.layout, BlockLayout.from_pb(hello.layout))
-        if (hello.worker_id, hello.generation) != (self._address.worker_id, self._address.generation):
-            raise TransferError(f"the ticket is of an earlier life of {self._address.worker_id}, or of another worker")
-        return hello.extra
-
-    async def next_hello(self) -> transfer_pb2.Hello:
-        """Wait for the receiver's next Hello; raises a `BatonError` if the connection ends first."""
-        hello = await self._hello
-        if not self.is_lost:
-            self._hello = self._new_hello()
-        return hello
-
-    def start(self, link: OutboundLink) -> None:
-        """Carry pieces over `link` from now on."""
-        self._link = link
-        if self.is_lost:
-            link.close()
-
-    def begin(self, terms: TicketTerms, landing_ids: Sequence[int]) -> BlockPush:
-        """Ask the receiver to accept a ticket."""
-        if self.is_lost:
-            raise WorkerLostError(f"the connection to {self._address.worker_id} is lost")
-        if terms.transfer_id in self._pushes:
-            raise TransferError("this ticket is in use")
-        push = self._pushes[terms.transfer_id] = BlockPush(self, terms, landing_ids)
-        self.send(
-            transfer_pb2.TransferFrame(open=transfer_pb2.Open(transfer_id=terms.transfer_id, secret=terms.secret))
-        )
-        return push
-
-    def enqueue(self, push: BlockPush, piece: Piece) -> None:
-        """Send a piece, cut to size, when it is its turn."""
-        pieces = cut(piece, self._greeter.pool.layout)
-        push.queued(len(pieces))
-        self._queue.extend((push, part) for part in pieces)
-        self._pump()
-
-    def give_back(self, num_bytes: int) -> None:
-        """Let other pieces use the room of one that is acknowledged or given up."""
-        self._inflight_bytes -= num_bytes
-        assert self._inflight_bytes >= 0
-        self._pump()
-
-    def send(self, frame: transfer_pb2.TransferFrame) -> None:
-        """Send a control frame."""
-        self._connection.send(frame)
-
-    def lose(self, error: BatonError) -> None:
-        """Break the connection and its link; pushes on it fail."""
-        if not self._connection.is_closed:
-            self._connection.close()
-            self._on_lost(error)
-
-    def ping(self, now: float, idle_s: float, dead_s: float) -> None:
-        """See `Sender.ping`."""
-        if now - self._connection.last_received >= dead_s:
-            self.lose(WorkerLostError(f"the receiver said nothing for {dead_s} s"))
-        elif now - self._connection.last_sent >= idle_s:
-            self.send(transfer_pb2.TransferFrame(ping=transfer_pb2.Ping()))
-
-    def _pump(self) -> None:
-        limit = self._greeter.inflight_bytes_max
-        while self._queue and not self.is_lost:
-            push, piece = self._queue[0]
-            size = piece_bytes(piece, self._greeter.pool.layout)
-            if push.is_over:
-                size = 0
-            elif self._inflight_bytes and self._inflight_bytes + size > limit:
-                return
-            self._queue.popleft()
-            if not push.is_over:
-                self._inflight_bytes += size
-                self._start(push, piece, size)
-
-    def _start(self, push: BlockPush, piece: Piece, num_bytes: int) -> None:
-        runs = runs_of(piece, push.landing_ids, self._greeter.pool.layout)
-        if not push.terms.checksum:
-            self._send_piece(push, piece, runs, num_bytes, 0)
-            return
-        pool = self._greeter.pool
-        ranges = [(run.source, run.num_bytes) for run in runs]
-        push.activity.begin()
-        hashing = self._loop.run_in_executor(pool.threads, checksum_of, pool.memory, ranges, push.stop)
-        hashing.add_done_callback(partial(self._hashed, push, piece, runs, num_bytes))
-
-    def _hashed(
-        self, push: BlockPush, piece: Piece, runs: list[Run], num_bytes: int, hashing: asyncio.Future[int]
-    ) -> None:
-        push.activity.end()
-        error = hashing.exception()
-        if push.is_over or error is not None:
-            self.give_back(num_bytes)
-            push.fail(TransferError(f"a checksum failed: {error!r}"))
-        else:
-            self._send_piece(push, piece, runs, num_bytes, hashing.result())
-
-    def _send_piece(self, push: BlockPush, piece: Piece, runs: list[Run], num_bytes: int, checksum: int) -> None:
-        assert self._link is not None
-        tag = push.next_tag
-        ready = transfer_pb2.Ready(
-            transfer_id=push.terms.transfer_id,
-            seq=push.sent(num_bytes, len(runs)),
-            first=piece.first,
-            layer_begin=piece.layers.start,
-            layer_end=piece.layers.stop,
-            source_block_ids=piece.block_ids,
-            num_bytes=num_bytes,
-            checksum=checksum,
-            tag=tag,
-        )
-        self.send(transfer_pb2.TransferFrame(ready=ready))
-        if (sending := self._link.send(runs, tag)) is not None:
-            push.activity.begin()
-            sending.add_done_callback(partial(self._sent, push))
-
-    def _sent(self, push: BlockPush, sending: asyncio.Future[None]) -> None:
-        push.activity.end()
-        if (error := sending.exception()) is not None:
-            self.lose(WorkerLostError(f"the {self.transport} link to {self._address.worker_id} broke: {error}"))
-
-    def _on_frame(self, frame: transfer_pb2.TransferFrame) -> None:
-        match frame.WhichOneof("frame"):
-            case "hello":
-                if self._hello.done():
-                    raise FrameError("an unexpected Hello")
-                self._hello.set_result(frame.hello)
-            case "open":
-                self._push(frame.open.transfer_id).accepted()
-            case "ack":
-                self._on_ack(frame.ack)
-            case "complete":
-                push = self._push(frame.complete.transfer_id)
-                push.completed()
-                del self._pushes[frame.complete.transfer_id]
-                self._greeter.counters.took(self._address.worker_id, self.transport, push.seconds)
-            case "abort":
-                self._on_abort(frame.abort)
-            case "ping":
-                pass
-            case kind:
-                raise FrameError(f"{kind} from a receiver")
-
-    def _push(self, transfer_id: bytes) -> BlockPush:
-        if (push := self._pushes.get(transfer_id)) is None:
-            raise FrameError("a frame for a transfer that is not open on this connection")
-        return push
-
-    def _on_ack(self, ack: transfer_pb2.Ack) -> None:
-        self.last_ack = self._loop.time()
-        if num_bytes := self._push(ack.transfer_id).acknowledged(ack.seq):
-            self._greeter.counters.moved(self._address.worker_id, self.transport, num_bytes)
-
-    def _on_abort(self, abort: transfer_pb2.Abort) -> None:
-        """Fail the push, which answers, unless this is itself the answer to its Abort."""
-        error = error_of_abort(abort)
-        if not abort.transfer_id:
-            raise error
-        push = self._pushes.pop(abort.transfer_id, None)
-        if push is not None:
-            push.fail(error)
-
-    def _on_lost(self, error: BatonError) -> None:
-        self.is_lost = True
-        self.on_lost()
-        if isinstance(error, FrameError):
-            self._greeter.counters.refused(self._address.worker_id, self.transport)
-        log(logger, logging.INFO, f"connection to receiver ended: {error}", worker_id=self._address.worker_id)
-        if not self._hello.done():
-            self._hello.set_exception(error)
-        if self._link is not None:
-            self._link.close()
-        self._queue.clear()
-        pushes, self._pushes = self._pushes, {}
-        for push in pushes.values():
-            push.fail(WorkerLostError(f"{self._address.worker_id} is lost: {error}"))
-
-    def _new_hello(self) -> asyncio.Future[transfer_pb2.Hello]:
-        hello: asyncio.Future[transfer_pb2.Hello] = self._loop.create_future()
-        hello.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return hello

@@ -1,0 +1,188 @@
+"""Pieces as tagged UCX messages over one endpoint. What a message is, and why every receive ends: see `ucx`."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import ucxx._lib.libucxx as ucx
+from ucxx._lib.arr import Array
+
+from common.errors import BatonError, TransferError, WorkerLostError
+from kvtransfer.activity import Stop
+from kvtransfer.memory import Memory, checksum_of, copy_runs
+from kvtransfer.pieces import Run
+from kvtransfer.ticket import run_tag
+from kvtransfer.transports.base import LinkOwner
+from kvtransfer.transports.ucx_driver import UcxDriver
+
+NAME = "ucx"
+PACK_BELOW_BYTES = 64 * 1024
+"""Pieces whose runs are smaller on average are packed: a message costs 15-40 us of Python at each end."""
+
+
+class UcxLink:
+    """What both directions share: one UCX endpoint, and posting on it."""
+
+    name = NAME
+
+    def __init__(self, driver: UcxDriver) -> None:
+        self.on_closed: Callable[[], object] = lambda: None
+        self._driver = driver
+        self._endpoint: Any = None
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+
+    def attach(self, endpoint: Any) -> None:
+        """Use `endpoint` from now on."""
+        self._endpoint = endpoint
+        loop = self._loop
+        # Called by UCX during progress, where nothing may be closed: hence from a fresh call of the loop.
+        endpoint.set_close_callback(lambda: loop.call_soon(self._broken))
+        if self._is_closed:
+            self._close_endpoint()
+        elif not endpoint.alive:
+            loop.call_soon(self._broken)
+
+    def close(self) -> None:
+        """Break the endpoint; see `OutboundLink.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close_endpoint()
+            self.on_closed()
+
+    def _broken(self) -> None:
+        """Note that the peer's endpoint is gone."""
+        self.close()
+
+    def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            endpoint, self._endpoint = self._endpoint, None
+            self._driver.close_endpoint(endpoint)
+
+    def _post(self, buffer: memoryview, tag: int, is_send: bool) -> asyncio.Future[None]:
+        """Submit one message; the future fails if there is no endpoint any more."""
+        failed: asyncio.Future[None] = self._loop.create_future()
+        if self._endpoint is None:
+            failed.set_exception(TransferError("the ucx endpoint is closed"))
+            return failed
+        assert buffer.c_contiguous  # UCX takes a strided view for contiguous, and says nothing
+        submit = self._endpoint.tag_send if is_send else self._endpoint.tag_recv
+        try:
+            return self._driver.watch(submit(Array(buffer), ucx.UCXXTag(tag)), buffer)
+        except ucx.UCXError as error:
+            failed.set_exception(TransferError(f"ucx: {error}"))
+            return failed
+
+
+class UcxOutbound(UcxLink):
+    """Implements `OutboundLink`."""
+
+    def __init__(self, driver: UcxDriver, memory: Memory, threads: Executor) -> None:
+        super().__init__(driver)
+        self._memory = memory
+        self._threads = threads
+        self.on_broken: Callable[[BatonError], object] = lambda _: None
+        """Called when the receiver's endpoint is gone; set by whoever owns the control connection."""
+
+    def send(self, runs: Sequence[Run], tag: int) -> asyncio.Future[None]:
+        """Send each run, or all of them packed; see `OutboundLink.send`."""
+        if _is_packed(runs):
+            return self._driver.start(self._send_packed(runs, tag))
+        view = self._memory.view
+        sends = [
+            self._post(view[run.source : run.source + run.num_bytes], run_tag(tag, i), is_send=True)
+            for i, run in enumerate(runs)
+        ]
+        return self._driver.start(_all_done(sends))
+
+    async def _send_packed(self, runs: Sequence[Run], tag: int) -> None:
+        # Not stoppable: the receiver has posted its receive.
+        staging, moves = _staging(runs, to_staging=True)
+        await self._loop.run_in_executor(self._threads, copy_runs, self._memory, staging, moves, False, Stop())
+        await self._post(staging.view, tag, is_send=True)
+
+    def _broken(self) -> None:
+        super()._broken()
+        self.on_broken(WorkerLostError("the receiver's ucx endpoint is gone"))
+
+
+class UcxInbound(UcxLink):
+    """Implements `InboundLink`."""
+
+    def __init__(self, driver: UcxDriver, target: Memory, threads: Executor, owner: LinkOwner) -> None:
+        super().__init__(driver)
+        self._target = target
+        self._threads = threads
+        self._owner = owner
+        self._nothing = memoryview(bytearray(1))
+
+    def attach(self, endpoint: Any) -> None:
+        """Use the endpoint that showed this link's token."""
+        super().attach(endpoint)
+        if not self._is_closed:
+            self._owner.link_is_up()
+
+    def receive(self, runs: Sequence[Run], tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
+        """Receive each run in its place, or all of them packed; see `InboundLink.receive`."""
+        if _is_packed(runs):
+            staging, moves = _staging(runs, to_staging=False)
+            packed = self._post(staging.view, tag, is_send=False)
+            return self._driver.start(self._unpack(packed, staging, moves, checksum, stop))
+        view = self._target.view
+        receives = [
+            self._post(view[run.target : run.target + run.num_bytes], run_tag(tag, i), is_send=False)
+            for i, run in enumerate(runs)
+        ]
+        return self._driver.start(self._verify(receives, runs, checksum, stop))
+
+    def discard(self, runs: Sequence[Run], tag: int) -> None:
+        """Receive into a single byte: UCX ends the message as truncated, at both ends."""
+        for i in range(1 if _is_packed(runs) else len(runs)):
+            self._driver.start(_ended(self._post(self._nothing, run_tag(tag, i), is_send=False)))
+
+    async def _unpack(
+        self, packed: asyncio.Future[None], staging: Memory, moves: Sequence[Run], checksum: bool, stop: Stop
+    ) -> int | None:
+        await packed
+        return await self._loop.run_in_executor(self._threads, copy_runs, staging, self._target, moves, checksum, stop)
+
+    async def _verify(
+        self, receives: Sequence[asyncio.Future[None]], runs: Sequence[Run], checksum: bool, stop: Stop
+    ) -> int | None:
+        await _all_done(receives)
+        if not checksum:
+            return None
+        ranges = [(run.target, run.num_bytes) for run in runs]
+        return await self._loop.run_in_executor(self._threads, checksum_of, self._target, ranges, stop)
+
+    def _broken(self) -> None:
+        super()._broken()
+        self._owner.lose(TransferError("the sender's ucx endpoint is gone"))
+
+
+def _is_packed(runs: Sequence[Run]) -> bool:
+    """Whether a piece travels as one message; both ends decide alike."""
+    return len(runs) > 1 and sum(run.num_bytes for run in runs) < len(runs) * PACK_BELOW_BYTES
+
+
+def _staging(runs: Sequence[Run], to_staging: bool) -> tuple[Memory, list[Run]]:
+    """Return a buffer for packed runs, and the moves into it from a source, or out of it to a target."""
+    moves: list[Run] = []
+    at = 0
+    for run in runs:
+        moves.append(run._replace(target=at) if to_staging else run._replace(source=at))
+        at += run.num_bytes
+    return Memory(memoryview(bytearray(at))), moves
+
+
+async def _all_done(futures: Sequence[asyncio.Future[None]]) -> None:
+    """Wait until all have ended, then raise the first error: before that, UCX may still use some buffer."""
+    for result in await asyncio.gather(*futures, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _ended(future: asyncio.Future[None]) -> None:
+    await asyncio.wait([future])
+    future.exception()

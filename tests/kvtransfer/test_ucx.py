@@ -1,0 +1,147 @@
+"""UCX below the contract: strangers are turned away, stale messages leave nothing behind, idling is free."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from baton_pb.v1 import transfer_pb2
+from common.errors import TransferError
+from kvtransfer.activity import Stop
+from kvtransfer.fake import FakeBlockStore
+from kvtransfer.memory import Memory, copy_threads
+from kvtransfer.pieces import Run
+from kvtransfer.transports.ucx import TOKEN_BYTES, UcxDoor, UcxStation
+from kvtransfer.transports.ucx_link import UcxInbound, UcxOutbound
+
+MakePair = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+class Linked:
+    """A station, and both ends of a link through it."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self.is_up = asyncio.Event()
+        self.is_lost = asyncio.Event()
+        self.source, self.target = FakeBlockStore(), FakeBlockStore()
+        self.threads = copy_threads("test")
+        self.station = UcxStation("127.0.0.1", 5.0, self._count)
+        self.inbound: UcxInbound
+        self.outbound: UcxOutbound
+
+    def _count(self) -> None:
+        self.refused += 1
+
+    def link_is_up(self) -> None:
+        self.is_up.set()
+
+    def lose(self, error: Exception) -> None:
+        self.is_lost.set()
+
+    async def __aenter__(self) -> "Linked":
+        door = UcxDoor(self.station, "127.0.0.1", Memory(self.target.buffer), self.threads)
+        greeting = door.greet(transfer_pb2.Hello(), None, self)
+        door.sock.close()
+        assert isinstance(greeting.link, UcxInbound)
+        self.inbound = greeting.link
+        memory = Memory(self.source.buffer)
+        self.outbound = await self.station.connect("127.0.0.1", greeting.extra, memory, self.threads)
+        await self.is_up.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.station.close()
+        self.threads.shutdown()
+
+
+def run(test: Callable[[Linked], Any]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), Linked() as linked:
+            await test(linked)
+
+    asyncio.run(main())
+
+
+def test_messages_of_a_dead_transfer_pass_by_and_leave_the_sender_free() -> None:
+    async def test(linked: Linked) -> None:
+        before = bytes(linked.target.buffer)
+        runs = [Run(0, 0, 10), Run(20, 20, 9000)]
+        for tag, dead in ((100, [runs[1]]), (200, runs)):
+            sending = linked.outbound.send(dead, tag)
+            linked.inbound.discard(dead, tag)
+            await sending
+        assert bytes(linked.target.buffer) == before
+
+        linked.source.fill(1, 1)
+        size = linked.source.layout.block_bytes
+        live = [Run(size, 0, size)]
+        receiving = linked.inbound.receive(live, 300, True, Stop())
+        await linked.outbound.send(live, 300)
+        assert await receiving is not None
+        assert linked.target.block(0) == linked.source.block(1)
+
+    run(test)
+
+
+def test_a_receive_without_a_message_ends_when_the_link_is_closed() -> None:
+    async def test(linked: Linked) -> None:
+        receiving = linked.inbound.receive([Run(0, 0, 1000)], 7, False, Stop())
+
+        linked.inbound.close()
+
+        with pytest.raises(TransferError):
+            await receiving
+        with pytest.raises(TransferError):
+            await linked.inbound.receive([Run(0, 0, 1000)], 8, False, Stop())
+
+    run(test)
+
+
+def test_a_receive_without_a_message_ends_when_the_sender_closes() -> None:
+    async def test(linked: Linked) -> None:
+        receiving = linked.inbound.receive([Run(0, 0, 1000)], 7, False, Stop())
+
+        linked.outbound.close()
+
+        with pytest.raises(TransferError):
+            await receiving
+        await linked.is_lost.wait()
+
+    run(test)
+
+
+def test_an_endpoint_without_a_known_token_is_turned_away() -> None:
+    async def test(linked: Linked) -> None:
+        offer = linked.station.expect(linked.inbound)
+        forged = offer[:2] + os.urandom(TOKEN_BYTES)
+        memory = Memory(linked.source.buffer)
+
+        stranger = await linked.station.connect("127.0.0.1", forged, memory, linked.threads)
+        with pytest.raises(TransferError):
+            await stranger.send([Run(0, 0, 1 << 14)], 1)
+
+        assert linked.refused == 1
+
+    run(test)
+
+
+def test_an_idle_driver_uses_no_processor() -> None:
+    async def test(linked: Linked) -> None:
+        waiting = linked.inbound.receive([Run(0, 0, 100)], 5, False, Stop())
+        await asyncio.sleep(0.05)
+        before = os.times()
+
+        await asyncio.sleep(0.5)
+
+        after = os.times()
+        assert after.user + after.system - before.user - before.system <= 0.1
+        assert not waiting.done()
+        linked.inbound.close()
+        with pytest.raises(TransferError):
+            await waiting
+
+    run(test)
