@@ -75,22 +75,23 @@ class Gateway:
         stub: Any = worker_pb2_grpc.DecodeStub(self._channel)  # the stubs demand an iterator of requests
         self._call = stub.Session()
         self._gateway_id = gateway_id
-        self._reader: asyncio.Task[None] | None = None
+        self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Gateway":
         await self.send(attach=worker_pb2.Attach(gateway_id=self._gateway_id))
-        self._reader = asyncio.create_task(self._read())
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._call.cancel()
-        assert self._reader is not None
-        self._reader.cancel()
-        await asyncio.wait([self._reader])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
         await self._channel.close(None)
 
     async def send(self, **command: Any) -> None:
-        await self._call.write(worker_pb2.DecodeCommand(**command))
+        self._commands.put_nowait(worker_pb2.DecodeCommand(**command))
 
     async def start(
         self,
@@ -132,6 +133,11 @@ class Gateway:
         """Start and wait for the end."""
         await self.start(request_id, token_ids, target, **options)
         return (await self.over(request_id))[0]
+
+    async def _write(self) -> None:
+        # gRPC takes one message at a time.
+        while True:
+            await self._call.write(await self._commands.get())
 
     async def _read(self) -> None:
         try:

@@ -1,0 +1,124 @@
+"""With real engines and real transfers through shared memory: the same tokens, and blocks return from a silent peer."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton_pb.v1 import worker_pb2, worker_pb2_grpc
+from common.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
+from common.errors import TransferError
+from decode.worker import DecodeWorker
+from engine.rpc_server import RpcServer
+from engine.tiny import make_tiny_model
+from prefill.worker import PrefillWorker
+from tests.decode.serving import Gateway, until_changed
+
+LEASE_S = 0.6
+PROMPT = [(11 * i) % 250 + 4 for i in range(45)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@asynccontextmanager
+async def workers(model_dir: Path) -> AsyncIterator[tuple[PrefillWorker, DecodeWorker]]:
+    engine = EngineConfig(backend="reference", weights="fp32", kv_dtype="float32", block_tokens=8, pool_blocks=32)
+    transfer = TransferConfig(transport="shm", lease_s=LEASE_S)
+    prefill = await PrefillWorker.start(
+        "prefill-0", "127.0.0.1", model_dir, "tiny", engine, PrefillConfig(token_budget=16), transfer, 0.5
+    )
+    decode = await DecodeWorker.start(
+        "decode-0", "127.0.0.1", model_dir, "tiny", engine, DecodeConfig(token_budget=16), transfer, 0.5
+    )
+    try:
+        yield prefill, decode
+    finally:
+        await decode.stop(0.0)
+        await prefill.stop(0.0)
+    for worker in (prefill, decode):
+        worker.engine.pool.check()
+        assert worker.engine.pool.num_used == 0
+
+
+def test_remote_and_local_prefill_give_the_same_tokens_cold_and_warm(model_dir: Path) -> None:
+    async def main() -> None:
+        async with workers(model_dir) as (prefill, decode), Gateway(decode.address) as gateway:
+            options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+            remote = await gateway.ask("remote", PROMPT, prefill, **options)
+            again = await gateway.ask("again", PROMPT, prefill, **options)
+            local = await gateway.ask("local", [*PROMPT[:40], *PROMPT[40:]], **options)
+
+            assert len(remote.tokens) == 20
+            assert remote.tokens == again.tokens == local.tokens
+            assert remote.finished is not None
+            assert remote.finished.transport == "shm"
+            assert again.finished is not None
+            assert again.finished.cached_tokens == 40
+
+    asyncio.run(main())
+
+
+def test_sequences_at_once_equal_sequences_one_by_one(model_dir: Path) -> None:
+    async def main() -> None:
+        async with workers(model_dir) as (prefill, decode), Gateway(decode.address) as gateway:
+            prompts = [PROMPT[start : start + 15] for start in range(6)]
+            alone = [
+                (await gateway.ask(f"alone {n}", p, max_tokens=12, ignore_eos=True)).tokens
+                for n, p in enumerate(prompts)
+            ]
+            for number, prompt in enumerate(prompts):
+                await gateway.start(f"r{number}", prompt, prefill, max_tokens=12, ignore_eos=True)
+            answers = await gateway.over(*(f"r{n}" for n in range(6)))
+
+            assert [answer.tokens for answer in answers] == alone
+
+    asyncio.run(main())
+
+
+class SilentPrefill(worker_pb2_grpc.PrefillServicer):
+    """Takes every request and never says a word."""
+
+    async def Prefill(  # type: ignore[override]  # noqa: N802
+        self,
+        request: worker_pb2.PrefillRequest,
+        context: "grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.PrefillUpdate]",
+    ) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["waited for", "cancelled"])
+def test_a_silent_prefill_worker_costs_a_lease_and_no_block(model_dir: Path, is_cancelled: bool) -> None:
+    async def main() -> None:
+        server = RpcServer.bind("127.0.0.1")
+        worker_pb2_grpc.add_PrefillServicer_to_server(SilentPrefill(), server.server)
+        await server.start()
+        try:
+            async with workers(model_dir) as (_, decode), Gateway(decode.address) as gateway:
+                began = time.monotonic()
+                target = worker_pb2.PrefillTarget(worker_id="silent", address=server.address)
+                await gateway.start("silent", PROMPT, target)
+                await until_changed(decode, lambda: decode.engine.pool.num_used > 0)
+                if is_cancelled:
+                    await gateway.cancel("silent")
+                    await until_changed(decode, lambda: decode.loop.load().running_sequences == 0)
+                else:
+                    (answer,) = await gateway.over("silent")
+                    assert isinstance(answer.error, TransferError)
+                    assert time.monotonic() - began >= LEASE_S / 2
+                await until_changed(decode, lambda: decode.engine.pool.num_used == 0)
+                local = await gateway.ask("local", PROMPT, max_tokens=2, ignore_eos=True)
+
+                assert len(local.tokens) == 2
+                assert decode.endpoint.num_active == 0
+        finally:
+            await server.stop(0.0)
+
+    asyncio.run(main())

@@ -1,0 +1,102 @@
+"""After a storm of requests, cancels, errors and lost sessions: right tokens, every block back, every counter zero."""
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+
+import pytest
+
+from common.errors import (
+    BatonError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    TransferError,
+    WorkerLostError,
+)
+from decode.worker import DecodeWorker
+from engine.fake import fake_continuation
+from prefill.worker import PrefillWorker
+from tests.decode.serving import Gateway, serving
+
+NUM_REQUESTS = 60
+BASES = [[(start + 3 * i) % 1000 for i in range(48)] for start in range(3)]
+
+
+class Client:
+    """One client that asks, waits, and sometimes leaves."""
+
+    def __init__(self, seed: int, gateway: Gateway, decode: DecodeWorker, prefill: list[PrefillWorker]) -> None:
+        self.random = random.Random(seed)
+        self.gateway = gateway
+        self.decode = decode
+        self.prefill = prefill
+        self.num_right = 0
+        self.num_errors = 0
+
+    async def ask(self, request_id: str) -> None:
+        draw = self.random
+        base = draw.choice(BASES)
+        token_ids = base[: draw.randrange(1, 48)] + [draw.randrange(1000) for _ in range(draw.randrange(4))]
+        max_tokens = draw.randrange(1, 24)
+        target = draw.choice([None, *self.prefill, *self.prefill])
+        timeout_s = draw.choice([0.0, 0.0, 0.0, 0.05])
+        answer_at = draw.choice([None, None, 0, 1, 5])
+        await asyncio.sleep(draw.random() * 0.1)  # arrivals spread; nothing is waited for
+        await self.gateway.start(request_id, token_ids, target, timeout_s=timeout_s, max_tokens=max_tokens)
+        answer = self.gateway.answers[request_id]
+        if answer_at is None:
+            await self.gateway.over(request_id)
+        else:
+            await self.gateway.until(lambda: answer.is_over or len(answer.tokens) >= answer_at)
+            await self.gateway.cancel(request_id)
+        want = fake_continuation(token_ids, max_tokens)
+        assert answer.tokens == want[: len(answer.tokens)]
+        if answer.error is not None:
+            allowed = (DeadlineError, InvalidRequestError, NotFoundError, OverloadedError, TransferError)
+            assert isinstance(answer.error, allowed) or type(answer.error) in (BatonError, WorkerLostError)
+            self.num_errors += 1
+        elif answer.finished is not None:
+            assert answer.tokens == want
+            self.num_right += 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_leaves_nothing_behind(seed: int) -> None:
+    async def main() -> None:
+        draw = random.Random(seed)
+        async with serving() as bench, AsyncExitStack() as stack:
+            prefill = [
+                await bench.prefill(f"prefill-{n}", num_blocks=24, token_budget=13, waiting_max=8) for n in range(2)
+            ]
+            decode = [await bench.decode(f"decode-{n}", num_blocks=30, running_max=6, step_s=0.001) for n in range(2)]
+            clients = []
+            for number in range(4):
+                worker = decode[number % 2]
+                gateway = await stack.enter_async_context(Gateway(worker.address, f"gateway-{number}"))
+                clients.append(Client(seed * 10 + number, gateway, worker, prefill))
+
+            async def disturb() -> None:
+                for _ in range(4):
+                    await asyncio.sleep(draw.random() * 0.02)
+                    bench.network.hold()
+                    bench.network.piece_errors.append(TransferError("a wrong checksum"))
+                    bench.network.open_errors.append(WorkerLostError("no route"))
+                    await asyncio.sleep(draw.random() * 0.01)
+                    bench.network.flow()
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(disturb())
+                for number in range(NUM_REQUESTS):
+                    group.create_task(clients[number % 4].ask(f"r{number}"))
+                async with Gateway(decode[0].address, "leaves") as leaves:
+                    for number in range(8):
+                        await leaves.start(f"r{number}", BASES[0], prefill[0])
+                    await asyncio.sleep(0.02)
+
+            await bench.at_rest()
+            assert sum(client.num_right for client in clients) > NUM_REQUESTS / 6
+            assert sum(client.num_errors for client in clients) > 0
+
+    asyncio.run(main())
