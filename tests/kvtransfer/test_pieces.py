@@ -1,7 +1,7 @@
 """Cutting and coalescing keep every byte, once, in order; coverage counts each (block, layer) once."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import TransferError
@@ -9,12 +9,14 @@ from kvtransfer.coverage import Coverage
 from kvtransfer.fake import SMALL_LAYOUT
 from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, cut, piece_bytes, runs_of
 
+unhurried = settings(deadline=None, max_examples=50)
 LAYERS = SMALL_LAYOUT.num_layers
 layer_ranges = st.tuples(st.integers(0, LAYERS - 1), st.integers(1, LAYERS)).map(
     lambda pair: range(min(pair[0], pair[1] - 1), max(pair[0] + 1, pair[1]))
 )
 
 
+@unhurried
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12), layer_ranges)
 def test_runs_copy_each_layer_of_each_block_in_order(pairs: list[tuple[int, int]], layers: range) -> None:
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
@@ -22,12 +24,10 @@ def test_runs_copy_each_layer_of_each_block_in_order(pairs: list[tuple[int, int]
 
     runs = runs_of(piece, [99, 99, *targets, 99], SMALL_LAYOUT)
 
-    copied = [(run.source + i, run.target + i) for run in runs for i in range(run.num_bytes)]
     block, layer = SMALL_LAYOUT.block_bytes, SMALL_LAYOUT.layer_bytes
-    assert copied == [
-        (s * block + i, t * block + i) for s, t in pairs for i in range(layers.start * layer, layers.stop * layer)
-    ]
-    assert len(copied) == piece_bytes(piece, SMALL_LAYOUT)
+    copied = [(run.source + i, run.target + i) for run in runs for i in range(0, run.num_bytes, layer)]
+    assert copied == [(s * block + i * layer, t * block + i * layer) for s, t in pairs for i in layers]
+    assert sum(run.num_bytes for run in runs) == len(copied) * layer == piece_bytes(piece, SMALL_LAYOUT)
 
 
 def test_neighbours_on_both_sides_become_one_run() -> None:
@@ -38,6 +38,7 @@ def test_neighbours_on_both_sides_become_one_run() -> None:
     assert [run.num_bytes // SMALL_LAYOUT.block_bytes for run in runs] == [3, 1]
 
 
+@unhurried
 @given(st.integers(1, 100), st.integers(1, 200))
 def test_cutting_keeps_all_blocks_and_bounds_the_bytes(count: int, head_dim: int) -> None:
     layout = SMALL_LAYOUT._replace(head_dim=head_dim * 64)
@@ -50,6 +51,7 @@ def test_cutting_keeps_all_blocks_and_bounds_the_bytes(count: int, head_dim: int
     assert all(piece_bytes(part, layout) <= PIECE_BYTES_MAX or len(part.block_ids) == 1 for part in parts)
 
 
+@unhurried
 @given(st.permutations([(block, layer) for block in range(4) for layer in range(1, LAYERS)]))
 def test_nothing_is_missing_exactly_when_all_layers_of_all_blocks_came(order: list[tuple[int, int]]) -> None:
     coverage = Coverage(4, range(1, LAYERS))
