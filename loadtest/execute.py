@@ -92,7 +92,7 @@ async def find_goodput(
         ConfigError: the arrivals have no rate to search for.
     """
     if isinstance(plan.arrival, ClosedArrival | TraceArrival):
-        raise ConfigError(f"a goodput search needs arrivals with a rate, not {plan.arrival.kind}")
+        raise ConfigError(f"a goodput search needs arrivals with a rate to search for, not {plan.arrival.kind}")
     best: RunFile | None = None
     while (rate := search.next_rate) is not None:
         options = replace(plan.options, seed=plan.options.seed + len(search.points))

@@ -3,6 +3,7 @@
 from loadtest.records import RatePoint
 
 ATTAINMENT = 0.9
+_LOWEST = 64
 
 
 class GoodputSearch:
@@ -15,6 +16,8 @@ class GoodputSearch:
         attainment: share of requests that must meet the SLO.
         precision: the bracket's width, relative to its lower end, at which the search ends.
         measurements_max: most measurements; at the limit the best rate so far stands.
+
+    A cluster that misses the goal at a 64th of the first rate is taken to miss it at any: lower rates take too long.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class GoodputSearch:
             case float(good), None:
                 return good * 2
             case None, float(bad):
-                return bad / 2
+                return bad / 2 if bad > self._first / _LOWEST else None
             case float(good), float(bad):
                 return None if bad - good <= good * self._precision else (good + bad) / 2
         raise AssertionError("rates are floats")

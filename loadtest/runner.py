@@ -85,15 +85,22 @@ class LoadRun:
 
     async def _run_open(self, timed: Iterator[tuple[float, Session]]) -> None:
         room = asyncio.Semaphore(self._options.inflight_max)
+        failure: BatonError | None = None
         async with asyncio.TaskGroup() as tasks:
-            for at, session in timed:
-                if self._is_over(at):
-                    return
-                if (wait := self._start + at - time.monotonic()) > 0:
-                    await asyncio.sleep(wait)
-                await room.acquire()
-                task = tasks.create_task(self._converse(session, self._start + at))
-                task.add_done_callback(lambda _: room.release())
+            try:
+                for at, session in timed:
+                    if self._is_over(at):
+                        break
+                    if (wait := self._start + at - time.monotonic()) > 0:
+                        await asyncio.sleep(wait)
+                    await room.acquire()
+                    task = tasks.create_task(self._converse(session, self._start + at))
+                    task.add_done_callback(lambda _: room.release())
+            except BatonError as error:
+                # A workload that cannot go on: what is under way ends first, and no group wraps the error.
+                failure = error
+        if failure is not None:
+            raise failure
 
     async def _run_closed(self, sessions: Iterator[Session], arrival: ClosedArrival) -> None:
         async with asyncio.TaskGroup() as tasks:

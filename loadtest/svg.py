@@ -92,7 +92,7 @@ def line_chart(
         if x_scale.low <= marker.x <= x_scale.high:
             at = x_scale.at(marker.x)
             body.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
-            body.append(f'<text class="tick" x="{at + 4:.1f}" y="{_TOP + 10}">{escape(marker.label)}</text>')
+            body.append(f'<text class="tick" x="{at + 4:.1f}" y="{HEIGHT - _BOTTOM - 6}">{escape(marker.label)}</text>')
     for index, item in enumerate(series):
         colour = f"var(--c{index % COLOURS})"
         body.append(f'<path d="{_path(item, x_scale, y_scale)}" fill="none" stroke="{colour}" stroke-width="2"/>')
