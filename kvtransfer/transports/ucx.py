@@ -102,7 +102,12 @@ class UcxStation:
 
     def _arrived(self, request: int) -> None:
         """Take a new endpoint; called by UCX during progress."""
-        endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+        try:
+            endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+        except ucx.UCXError as error:
+            self._on_refused()
+            log(logger, logging.WARNING, f"a ucx endpoint could not be accepted: {error}")
+            return
         key = id(endpoint)
         self._unpaired[key] = endpoint
         if len(self._unpaired) > UNPAIRED_MAX:

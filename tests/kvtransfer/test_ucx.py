@@ -42,15 +42,20 @@ class Linked:
     def lose(self, error: Exception) -> None:
         self.is_lost.set()
 
-    async def __aenter__(self) -> "Linked":
+    async def link(self) -> tuple[UcxInbound, UcxOutbound]:
+        """Connect once more."""
+        self.is_up.clear()
         door = UcxDoor(self.station, "127.0.0.1", Memory(self.target.buffer), self.threads)
         greeting = door.greet(transfer_pb2.Hello(), None, self)
         door.sock.close()
         assert isinstance(greeting.link, UcxInbound)
-        self.inbound = greeting.link
         memory = Memory(self.source.buffer)
-        self.outbound = await self.station.connect("127.0.0.1", greeting.extra, memory, self.threads)
+        outbound = await self.station.connect("127.0.0.1", greeting.extra, memory, self.threads)
         await self.is_up.wait()
+        return greeting.link, outbound
+
+    async def __aenter__(self) -> "Linked":
+        self.inbound, self.outbound = await self.link()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -110,6 +115,28 @@ def test_a_receive_without_a_message_ends_when_the_sender_closes() -> None:
         with pytest.raises(TransferError):
             await receiving
         await linked.is_lost.wait()
+
+    run(test)
+
+
+def test_closing_one_link_leaves_what_is_under_way_on_others_alone() -> None:
+    async def test(linked: Linked) -> None:
+        linked.source.fill(2, 2)
+        size = linked.source.layout.block_bytes
+        runs = [Run(2 * size, 0, size)]
+        receiving = linked.inbound.receive(runs, 7, False, Stop())
+        for closed_by_sender in (False, True):
+            inbound, outbound = await linked.link()
+            doomed = inbound.receive([Run(0, size, size)], 8 + closed_by_sender, False, Stop())
+            (outbound if closed_by_sender else inbound).close()
+            with pytest.raises(TransferError):
+                await doomed
+
+        assert not receiving.done()
+        await linked.outbound.send(runs, 7)
+        await receiving
+
+        assert linked.target.block(0) == linked.source.block(2)
 
     run(test)
 
