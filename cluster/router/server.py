@@ -48,6 +48,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Serve one gateway until it leaves, then release what it reserved."""
         async with rpc_errors_to_status(context):
             gateway_id = await _attach(request_iterator)
+            await context.send_initial_metadata(())  # tells the gateway that it is attached
             session = GatewaySession(self._router)
             self._sessions.add(session)
             log(_LOG, logging.INFO, "gateway attached", gateway_id=gateway_id)

@@ -63,7 +63,7 @@ class Watcher:
             await asyncio.sleep(self._pause_s)  # backoff, not polling: a connection that fails cannot be waited for
             self._pause_s = min(2 * self._pause_s, _RETRY_MAX_S)
 
-    async def _follow(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    async def _follow(self, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
         try:
             handshake = await stub.Handshake(worker_pb2.HandshakeRequest(), timeout=_HANDSHAKE_TIMEOUT_S)
             self._check(handshake)
@@ -94,7 +94,7 @@ class Watcher:
                 f"{block_tokens} tokens, not as computed here: it would name prefixes in its own way"
             )
 
-    async def _watch(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+    async def _watch(self, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
         call = stub.Watch(worker_pb2.WatchRequest(heartbeat_s=self._heartbeat_s))
         number = 0
         try:

@@ -1,0 +1,67 @@
+"""Operators' calls: the state of the whole cluster, as this gateway and its router see it."""
+
+# ruff: noqa: N802 - the protocol's names
+
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton_pb.v1 import admin_pb2, admin_pb2_grpc
+from cluster.gateway.counts import Counts
+from cluster.gateway.inference import InferenceService
+from cluster.gateway.router_client import RouterClient, away
+from common.clock import Clock
+from common.errors import BatonError
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """GetStatus."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        address: str,
+        counts: Counts,
+        router: RouterClient,
+        inference: InferenceService,
+        clock: Clock,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._address = address
+        self._counts = counts
+        self._router = router
+        self._inference = inference
+        self._clock = clock
+        self._started_s = clock.now()
+
+    async def GetStatus(
+        self,
+        request: admin_pb2.GetStatusRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> admin_pb2.ClusterStatus:
+        """Say how the cluster fares; a router that is away leaves its part empty but for `unreachable`."""
+        try:
+            router = await self._router.status()
+        except BatonError as error:
+            router = away(error)
+        counts = self._counts
+        used = {stats.transport for worker in router.workers for stats in worker.load.transfer_stats}
+        return admin_pb2.ClusterStatus(
+            workers=router.workers,
+            router=router,
+            gateway=admin_pb2.GatewayStatus(
+                gateway_id=self._gateway_id,
+                address=self._address,
+                running_requests=counts.running,
+                queued_requests=counts.queued,
+                requests_total=counts.requests_total,
+                errors_total=counts.errors,
+                counters=counts.counters,
+            ),
+            model=self._inference.model(),
+            uptime_s=self._clock.now() - self._started_s,
+            transports=sorted((used | counts.transports) - {"", "local"}),
+        )

@@ -1,0 +1,213 @@
+"""Streams of tokens from decode workers: one long-lived session with each, shared by all requests there."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from cluster.rpc import open_channel
+from common.errors import BatonError, OverloadedError, WorkerLostError
+from common.logs import log
+from common.status import error_from_pb, error_from_rpc
+
+_LOG = logging.getLogger(__name__)
+_OUTBOX_MAX = 4096
+SUMMARY_WAIT_S = 0.25
+"""How long the summary of a sequence that was cancelled for a stop string is waited for."""
+
+
+class SessionLostError(WorkerLostError):
+    """The session with the decode worker broke: it is this worker that was lost, and no other."""
+
+
+class Outputs(NamedTuple):
+    """What a sequence has produced since last asked."""
+
+    tokens: list[common_pb2.SampledToken]
+    finished: worker_pb2.SequenceFinished | None
+    """Set once, at its end."""
+
+
+class SequenceStream:
+    """One sequence's tokens, as one request reads them. Outputs that wait add up; there is a limit to them."""
+
+    def __init__(self, client: "DecodeClient", request_id: str, unread_tokens_max: int) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._unread_tokens_max = unread_tokens_max
+        self._tokens: list[common_pb2.SampledToken] = []
+        self._finished: worker_pb2.SequenceFinished | None = None
+        self._error: BatonError | None = None
+        self._changed = asyncio.Event()
+
+    async def next(self) -> Outputs:
+        """Wait for outputs and take all there are.
+
+        Raises:
+            BatonError: what ended the sequence, after all its tokens were taken.
+        """
+        while not self._tokens and not self._is_ended:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._error is not None and not self._tokens:
+            raise self._error
+        tokens, self._tokens = self._tokens, []
+        return Outputs(tokens, self._finished)
+
+    async def stop(self) -> worker_pb2.SequenceFinished | None:
+        """Cancel the sequence and return its summary; None if the worker gives none within SUMMARY_WAIT_S."""
+        if not self._is_ended:
+            self._client.cancel(self.request_id, wants_summary=True)
+        try:
+            async with asyncio.timeout(SUMMARY_WAIT_S):
+                while not self._is_ended:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self.fail(WorkerLostError("no summary"))
+        self._tokens = []
+        return self._finished
+
+    def close(self) -> None:
+        """Give up the rest: a sequence that has not ended is cancelled at the worker. Idempotent."""
+        if not self._is_ended:
+            self._client.cancel(self.request_id, wants_summary=False)
+        self._client.forget(self.request_id)
+
+    def take(self, output: worker_pb2.SequenceOutput) -> None:
+        """Add what the worker sent."""
+        if self._is_ended:
+            return
+        self._tokens.extend(output.tokens)
+        if output.HasField("error"):
+            self.fail(error_from_pb(output.error))
+        elif output.HasField("finished"):
+            self._finished = output.finished
+        elif len(self._tokens) > self._unread_tokens_max:
+            self._client.cancel(self.request_id, wants_summary=False)
+            self._tokens = []
+            self.fail(OverloadedError(f"the client left more than {self._unread_tokens_max} tokens unread"))
+        self._changed.set()
+
+    def fail(self, error: BatonError) -> None:
+        """End the stream, unless it has ended."""
+        if not self._is_ended:
+            self._error = error
+            self._changed.set()
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._finished is not None or self._error is not None
+
+
+class DecodeClient:
+    """The session with one decode worker. When it breaks, all its streams fail at once and it is of no more use."""
+
+    def __init__(self, worker_id: str, address: str, gateway_id: str) -> None:
+        self.is_open = True
+        """False: it has failed its streams and would never serve another."""
+        self._worker_id = worker_id
+        self._channel = open_channel(address)
+        self._outbox: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue(_OUTBOX_MAX)
+        self._outbox.put_nowait(worker_pb2.DecodeCommand(attach=worker_pb2.Attach(gateway_id=gateway_id)))
+        self._streams: dict[str, SequenceStream] = {}
+        stub: worker_pb2_grpc.DecodeAsyncStub = worker_pb2_grpc.DecodeStub(self._channel)
+        self._call: Any = stub.Session(self._commands())  # its type is generic in ways that cannot be named
+
+    def start(self, request: worker_pb2.StartRequest, unread_tokens_max: int) -> SequenceStream:
+        """Start a sequence under an id that no other one has."""
+        assert request.request_id not in self._streams
+        stream = SequenceStream(self, request.request_id, unread_tokens_max)
+        self._streams[request.request_id] = stream
+        self._send(worker_pb2.DecodeCommand(start=request))
+        return stream
+
+    def cancel(self, request_id: str, wants_summary: bool) -> None:
+        """Ask the worker to end a sequence."""
+        cancel = worker_pb2.CancelRequest(request_id=request_id, wants_summary=wants_summary)
+        self._send(worker_pb2.DecodeCommand(cancel=cancel))
+
+    def forget(self, request_id: str) -> None:
+        """Drop what may still come for a sequence."""
+        self._streams.pop(request_id, None)
+
+    async def run(self) -> None:
+        """Hand out what the worker sends, until the session breaks or this is cancelled."""
+        reason = "it ended the session"
+        try:
+            async for step in self._call:
+                for output in step.outputs:
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None:  # else: it was cancelled while this was under way
+                        stream.take(output)
+        except grpc.aio.AioRpcError as error:
+            reason = error_from_rpc(error).message
+        except asyncio.CancelledError:
+            reason = "the gateway stops"
+            raise
+        finally:
+            self._fail_all(reason)
+            self._call.cancel()
+            await self._channel.close(None)
+
+    def _fail_all(self, reason: str) -> None:
+        self.is_open = False
+        streams, self._streams = self._streams, {}
+        log(
+            _LOG,
+            logging.INFO if not streams else logging.WARNING,
+            f"session ended: {reason}",
+            worker_id=self._worker_id,
+            sequences=len(streams),
+        )
+        for stream in streams.values():
+            stream.fail(SessionLostError(f"decode worker {self._worker_id} was lost: {reason}"))
+
+    def _send(self, command: worker_pb2.DecodeCommand) -> None:
+        try:
+            self._outbox.put_nowait(command)
+        except asyncio.QueueFull:
+            self._call.cancel()  # a worker that does not read is lost; `run` tells the streams
+
+    async def _commands(self) -> AsyncIterator[worker_pb2.DecodeCommand]:
+        while True:
+            yield await self._outbox.get()
+
+
+class DecodeClients:
+    """A session for each decode worker in use; opened when needed, dropped when it breaks."""
+
+    def __init__(self, gateway_id: str, unread_tokens_max: int) -> None:
+        self._gateway_id = gateway_id
+        self._unread_tokens_max = unread_tokens_max
+        self._clients: dict[tuple[str, str], DecodeClient] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, worker_id: str, address: str, request: worker_pb2.StartRequest) -> SequenceStream:
+        """Start a sequence on a worker; an unreachable one is told by the stream."""
+        key = (worker_id, address)
+        client = self._clients.get(key)
+        if client is None or not client.is_open:
+            client = self._clients[key] = DecodeClient(worker_id, address, self._gateway_id)
+            task = asyncio.create_task(client.run(), name=f"decode session {worker_id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._ended(key, client))
+        return client.start(request, self._unread_tokens_max)
+
+    async def close(self) -> None:
+        """End all sessions; their streams fail."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, key: tuple[str, str], client: DecodeClient) -> Callable[[asyncio.Task[None]], None]:
+        def forget(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if self._clients.get(key) is client:
+                del self._clients[key]
+
+        return forget

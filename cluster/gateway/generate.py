@@ -1,0 +1,195 @@
+"""The life of a request, as the gateway sees it. Both faces, gRPC and HTTP, call `Generator.generate`."""
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from random import Random
+
+from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
+from cluster.gateway.counts import Counts
+from cluster.gateway.decode_client import DecodeClients
+from cluster.gateway.failures import Failures
+from cluster.gateway.progress import Delta, Progress
+from cluster.gateway.request import Limits, Request, check_window, request_from_pb
+from cluster.gateway.router_client import Reservation, RouterClient, Wanted
+from cluster.gateway.tokenizing import Tokenizing
+from common.clock import Clock
+from common.config import GatewayConfig
+from common.errors import MismatchError, OverloadedError, WorkerLostError
+from common.model_facts import ModelFacts
+from common.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that fits, ready to be placed."""
+
+    request: Request
+    token_ids: Sequence[int]
+    block_tokens: int
+    sampling: common_pb2.SamplingParams
+    """The request's, with max_tokens."""
+
+
+class Generator:
+    """Serves requests of one gateway. Owned by its loop."""
+
+    def __init__(
+        self,
+        model_id: str,
+        facts: ModelFacts,
+        text: Text,
+        config: GatewayConfig,
+        router: RouterClient,
+        workers: DecodeClients,
+        tokenizing: Tokenizing,
+        counts: Counts,
+        clock: Clock,
+    ) -> None:
+        self._model_id = model_id
+        self._facts = facts
+        self._text = text
+        self._config = config
+        self._router = router
+        self._workers = workers
+        self._tokenizing = tokenizing
+        self._counts = counts
+        self._clock = clock
+        self._random = Random(secrets.randbits(64))
+        self._count = 0
+        self._id = secrets.token_hex(4)
+
+    async def generate(
+        self, message: inference_pb2.GenerateRequest, request_id: str, timeout_s: float | None
+    ) -> AsyncGenerator[Delta, None]:
+        """Serve a request: check it, tokenize it, place it, relay its tokens. Closing the iterator cancels it.
+
+        Args:
+            message: what the client asks for.
+            request_id: taken when the message has none.
+            timeout_s: what is left of its deadline, for the workers; None: no deadline. The caller keeps it here.
+
+        Raises:
+            InvalidRequestError, NotFoundError: the request is wrong, see request.py.
+            OverloadedError: no room; has retry_after_s.
+            WorkerLostError: no worker, or the worker was lost after the first token.
+            BatonError: what a worker answered.
+        """
+        received_s = self._clock.now()
+        with self._counts.request():
+            request = request_from_pb(message, self.limits(), request_id, lambda: self._random.getrandbits(63))
+            prepared = await self._prepare(request)
+            progress = Progress(
+                request, prepared.token_ids, received_s, self._text, self._facts.eos_token_ids, self._clock
+            )
+            deadline_s = None if timeout_s is None else received_s + timeout_s
+            async with aclosing(self._serve(prepared, progress, deadline_s)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def limits(self) -> Limits:
+        """Return what a request must keep to; the workers' window may be smaller than the model's."""
+        known = self._router.facts
+        window = self._facts.context_tokens if known is None else min(self._facts.context_tokens, known.context_tokens)
+        longest = min(window - 1, self._config.prompt_tokens_max or window)
+        return Limits(self._model_id, window, self._facts.vocab_tokens, longest)
+
+    async def _prepare(self, request: Request) -> _Prepared:
+        """Tokenize a request and see that it fits."""
+        token_ids = await self._tokenizing.token_ids(request.prompt)
+        check_window(len(token_ids), _max_tokens(request), self.limits())  # before anything is waited for
+        cluster = await self._router.known_facts()
+        if cluster.model_id != self._model_id:
+            raise MismatchError(f"the workers serve model {cluster.model_id!r}, this gateway {self._model_id!r}")
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        sampling.max_tokens = check_window(len(token_ids), _max_tokens(request), self.limits())
+        return _Prepared(request, token_ids, cluster.block_tokens, sampling)
+
+    async def _serve(
+        self, prepared: _Prepared, progress: Progress, deadline_s: float | None
+    ) -> AsyncGenerator[Delta, None]:
+        """Place the request and relay its tokens; place it anew while a worker fails it before its first token."""
+        failures = Failures()
+        for attempt in range(1 + self._config.retries_max):
+            reservation = await self._place(prepared, progress, failures)
+            try:
+                async with aclosing(self._relay(prepared, progress, reservation, deadline_s)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                return
+            except (WorkerLostError, OverloadedError) as error:
+                if progress.token_ids or attempt == self._config.retries_max:
+                    raise
+                failures.add(error, reservation.placement)
+                self._counts.retried(prepared.request.request_id, failures.excluded, error)
+            finally:
+                reservation.release()
+
+    async def _place(self, prepared: _Prepared, progress: Progress, failures: Failures) -> Reservation:
+        """Ask the router for workers, other than those that failed."""
+        token_ids = [*prepared.token_ids, *progress.token_ids]
+        with self._counts.queueing():
+            hashes = await self._tokenizing.hashes(token_ids, prepared.block_tokens)
+            wanted = Wanted(
+                prepared.request.request_id,
+                len(token_ids),
+                prepared.sampling.max_tokens - len(progress.token_ids),
+                hashes,
+                failures.excluded,
+            )
+            try:
+                return await self._router.place(wanted)
+            except WorkerLostError:
+                if failures.last is not None:
+                    raise failures.last from None  # nobody is left: what the last worker said is worth more
+                raise
+
+    async def _relay(
+        self, prepared: _Prepared, progress: Progress, reservation: Reservation, deadline_s: float | None
+    ) -> AsyncGenerator[Delta, None]:
+        """Start the sequence on its decode worker and hand out what comes, until its end."""
+        placement = reservation.placement
+        start = self._start_request(prepared, progress, placement, deadline_s)
+        stream = self._workers.start(placement.decode_worker_id, placement.decode_address, start)
+        try:
+            while True:
+                tokens, summary = await stream.next()
+                if tokens:
+                    reservation.first_token()
+                delta = progress.take(tokens)
+                if progress.stopped and summary is None:
+                    yield delta
+                    delta = Delta("")
+                    summary = await stream.stop() or worker_pb2.SequenceFinished()
+                if summary is not None:
+                    self._counts.transports.update([summary.transport] if summary.transport else [])
+                    yield progress.finish(summary, placement, delta)
+                    return
+                yield delta
+        finally:
+            stream.close()
+
+    def _start_request(
+        self,
+        prepared: _Prepared,
+        progress: Progress,
+        placement: router_pb2.WorkerPlacement,
+        deadline_s: float | None,
+    ) -> worker_pb2.StartRequest:
+        """Return what the decode worker needs, under an id of our own: clients may give two requests one id."""
+        self._count += 1
+        left_s = 0.0 if deadline_s is None else max(1e-3, deadline_s - self._clock.now())
+        return worker_pb2.StartRequest(
+            request_id=f"{prepared.request.request_id}/{self._id}.{self._count}",
+            token_ids=[*prepared.token_ids, *progress.token_ids],
+            num_prompt_tokens=len(prepared.token_ids),
+            sampling=prepared.sampling,
+            prefill=placement.prefill if placement.HasField("prefill") else None,
+            timeout_s=left_s,
+        )
+
+
+def _max_tokens(request: Request) -> int | None:
+    return request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None

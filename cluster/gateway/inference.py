@@ -1,0 +1,133 @@
+"""The gRPC face: messages in, messages out; what happens between is in generate.py."""
+
+# ruff: noqa: N802 - the protocol's names
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton_pb.v1 import inference_pb2, inference_pb2_grpc
+from cluster.gateway.generate import Generator
+from cluster.gateway.progress import Delta
+from cluster.gateway.request import TextPrompt, check_chat, check_model, check_text
+from cluster.gateway.tokenizing import Tokenizing
+from common.errors import BatonError, DeadlineError, InvalidRequestError
+from common.logs import log
+from common.status import rpc_errors_to_status
+from common.text import Text
+
+_LOG = logging.getLogger(__name__)
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Generate, Tokenize, Detokenize, ListModels."""
+
+    def __init__(self, generator: Generator, tokenizing: Tokenizing, text: Text) -> None:
+        self._generator = generator
+        self._tokenizing = tokenizing
+        self._text = text
+
+    # The stubs know generators only; with `context.write` a cancelled call is seen at once, wherever it waits.
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
+        """Stream an answer. A client that leaves, or whose deadline passes, cancels it in every process."""
+        request_id = request.request_id or f"req-{secrets.token_hex(8)}"
+        timeout_s = context.time_remaining()
+        async with (
+            rpc_errors_to_status(context),
+            _bugs_to_errors(request_id),
+            _deadline(timeout_s),
+            aclosing(self._generator.generate(request, request_id, timeout_s)) as deltas,
+        ):
+            async for delta in deltas:
+                await context.write(_response(request_id, delta))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: _Context
+    ) -> inference_pb2.TokenizeResponse:
+        """Return the ids of a text or a chat."""
+        async with rpc_errors_to_status(context), _bugs_to_errors("tokenize"):
+            limits = self._generator.limits()
+            check_model(request.model, limits)
+            match request.WhichOneof("prompt"):
+                case "text":
+                    text = check_text(request.text, limits).text
+                    token_ids = await self._tokenizing.token_ids(TextPrompt(text, request.add_special_tokens))
+                case "chat":
+                    token_ids = await self._tokenizing.token_ids(check_chat(request.chat, limits))
+                case None:
+                    raise InvalidRequestError("prompt is missing: set text or chat")
+            return inference_pb2.TokenizeResponse(
+                token_ids=token_ids, tokens=[self._text.token(token_id) for token_id in token_ids]
+            )
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: _Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """Return the text of ids, special tokens included."""
+        async with rpc_errors_to_status(context), _bugs_to_errors("detokenize"):
+            limits = self._generator.limits()
+            check_model(request.model, limits)
+            if request.token_ids and max(request.token_ids) >= limits.vocab_tokens:
+                raise InvalidRequestError(
+                    f"token_ids must be below {limits.vocab_tokens}, got {max(request.token_ids)}"
+                )
+            return inference_pb2.DetokenizeResponse(
+                text=self._text.decode(request.token_ids, skip_special_tokens=False)
+            )
+
+    async def ListModels(
+        self,
+        request: inference_pb2.ListModelsRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> inference_pb2.ListModelsResponse:
+        """Return the one model."""
+        return inference_pb2.ListModelsResponse(models=[self.model()])
+
+    def model(self) -> inference_pb2.ModelInfo:
+        """Return what is served."""
+        limits = self._generator.limits()
+        return inference_pb2.ModelInfo(
+            id=limits.model_id,
+            context_tokens=limits.context_tokens,
+            vocab_tokens=limits.vocab_tokens,
+            has_chat_template=self._text.has_chat_template,
+        )
+
+
+def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        finished=delta.finished,
+    )
+
+
+@asynccontextmanager
+async def _deadline(timeout_s: float | None) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(f"the request's deadline passed, {timeout_s:.3f} s after it arrived") from error
+
+
+@asynccontextmanager
+async def _bugs_to_errors(request_id: str) -> AsyncIterator[None]:
+    """Answer INTERNAL for what nobody foresaw; this is the outermost frame of a call."""
+    try:
+        yield
+    except (BatonError, grpc.aio.AbortError, grpc.aio.BaseError):
+        raise
+    except Exception as error:
+        _LOG.exception("a request met a bug")
+        log(_LOG, logging.ERROR, f"internal error: {type(error).__name__}", request_id=request_id)
+        raise BatonError(f"internal error: {type(error).__name__}") from error

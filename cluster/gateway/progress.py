@@ -1,0 +1,139 @@
+"""What one request has produced so far: its tokens, its text, its times. Survives a change of workers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
+from cluster.gateway.request import Request
+from common.clock import Clock
+from common.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a client gets next."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[common_pb2.SampledToken] = ()
+    """One for each token id, when asked for."""
+    finished: inference_pb2.Finished | None = None
+    """Set in the last one only."""
+
+
+class Progress:
+    """Owned by the task that serves the request."""
+
+    def __init__(
+        self, request: Request, prompt: Sequence[int], received_s: float, text: Text, eos: frozenset[int], clock: Clock
+    ) -> None:
+        """Begin.
+
+        Args:
+            request: the request.
+            prompt: its token ids.
+            received_s: when it arrived, by `clock`.
+            text: the model's.
+            eos: the model's stop tokens.
+            clock: for the times.
+        """
+        self.prompt = prompt
+        self.token_ids: list[int] = []
+        """The output."""
+        self._text = text
+        self._detokenizer = text.detokenizer(request.stop)
+        self._wants_logprobs = request.sampling.HasField("logprobs")
+        ending = frozenset(request.sampling.stop_token_ids)
+        self._stop_ids = ending if request.sampling.ignore_eos else ending | eos
+        self._withheld: int | None = None
+        self._clock = clock
+        self._received_s = received_s
+        self._first_s: float | None = None
+        self._last_s = received_s
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared: nothing more is wanted from the worker."""
+        return self._detokenizer.stopped is not None
+
+    def take(self, tokens: Sequence[common_pb2.SampledToken]) -> Delta:
+        """Add tokens; those after a stop string are dropped."""
+        text, taken = "", list[common_pb2.SampledToken]()
+        for token in tokens:
+            text += self._push(token.token_id)
+            taken.append(token)
+            if self.stopped:
+                break
+        if taken:
+            self._last_s = self._clock.now()
+            if self._first_s is None:
+                self._first_s = self._last_s
+        token_ids = [token.token_id for token in taken]
+        self.token_ids += token_ids
+        return Delta(text, token_ids, self._with_texts(taken) if self._wants_logprobs else ())
+
+    def finish(self, summary: worker_pb2.SequenceFinished, placement: router_pb2.WorkerPlacement, last: Delta) -> Delta:
+        """End the request.
+
+        Args:
+            summary: the worker's.
+            placement: of the last attempt.
+            last: what was taken and not handed out yet.
+
+        Returns:
+            The last delta, with the text that was held back.
+        """
+        text, reason = last.text, summary.reason
+        if not self.stopped:
+            if self._withheld is not None and reason != common_pb2.FINISH_REASON_STOP:
+                text += self._detokenizer.push([self._withheld])  # it did not end the sequence: it is text
+            text += self._detokenizer.finish()
+        if self.stopped:
+            reason = common_pb2.FINISH_REASON_STOP
+        finished = inference_pb2.Finished(
+            reason=reason,
+            stop=self._detokenizer.stopped or "",
+            usage=common_pb2.Usage(
+                prompt_tokens=len(self.prompt), output_tokens=len(self.token_ids), cached_tokens=summary.cached_tokens
+            ),
+            timing=self._timing(summary),
+            placement=common_pb2.Placement(
+                prefill_worker_id=placement.prefill.worker_id if placement.HasField("prefill") else None,
+                decode_worker_id=placement.decode_worker_id,
+                transport=summary.transport or "local",
+                reason=placement.reason,
+            ),
+        )
+        return Delta(text, last.token_ids, last.logprobs, finished)
+
+    def _push(self, token_id: int) -> str:
+        """Return the text of a token. A token that may end the sequence has text only if the sequence goes on."""
+        if token_id in self._stop_ids:
+            before, self._withheld = self._withheld, token_id
+            return "" if before is None else self._detokenizer.push([before])
+        if self._withheld is not None:
+            before, self._withheld = self._withheld, None
+            return self._detokenizer.push([before, token_id])
+        return self._detokenizer.push([token_id])
+
+    def _with_texts(self, tokens: Sequence[common_pb2.SampledToken]) -> Sequence[common_pb2.SampledToken]:
+        for token in tokens:
+            for alternative in token.top:
+                alternative.text = self._text.token(alternative.token_id)
+        return tokens
+
+    def _timing(self, summary: worker_pb2.SequenceFinished) -> common_pb2.Timing:
+        first_s = self._last_s if self._first_s is None else self._first_s
+        ttft_s = first_s - self._received_s
+        # Two clocks of two hosts: the part can seem larger than the whole by their drift.
+        prefill_s = min(summary.prefill_s, ttft_s)
+        later = len(self.token_ids) - 1
+        return common_pb2.Timing(
+            ttft_s=ttft_s,
+            queue_s=ttft_s - prefill_s,
+            prefill_s=prefill_s,
+            transfer_exposed_s=summary.transfer_exposed_s,
+            first_decode_s=summary.first_decode_s,
+            tpot_s=(self._last_s - first_s) / later if later > 0 else None,
+            total_s=self._last_s - self._received_s,
+        )

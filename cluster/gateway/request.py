@@ -1,0 +1,260 @@
+"""One internal request, whatever door it came through, and every check that can be made before a worker is asked."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from baton_pb.v1 import common_pb2, inference_pb2
+from common.errors import InvalidRequestError, NotFoundError
+
+# The workers' own limits (engine/sampling_params.py), known here so that a bad request ends at the door.
+LOGPROBS_MAX = 20
+IDS_MAX = 1024
+PENALTY_MAX = 100.0
+BIAS_MAX = 1000.0
+TEMPERATURE_MAX = 100.0
+STOP_STRINGS_MAX = 16
+STOP_CHARACTERS_MAX = 256
+"""Text may be held back so long, and each piece is searched for each of them."""
+REQUEST_ID_CHARACTERS_MAX = 128
+MESSAGES_MAX = 4096
+_CHARACTERS_PER_TOKEN_MAX = 256
+"""No vocabulary has longer tokens in numbers that matter: a longer text cannot fit and is not worth tokenizing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the configuration allow."""
+
+    model_id: str
+    context_tokens: int
+    vocab_tokens: int
+    prompt_tokens_max: int
+    """At most the window less one: there must be room for a token."""
+
+    @property
+    def prompt_characters_max(self) -> int:
+        """Characters beyond which a text need not be tokenized to know that it is too long."""
+        return self.prompt_tokens_max * _CHARACTERS_PER_TOKEN_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Completed as it is."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Completed as it is, and not tokenized either."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Rendered by the model's template."""
+
+    messages: tuple[Mapping[str, str], ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request whose every field is within its limits; whether it fits the window shows when it is tokenized."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: common_pb2.SamplingParams
+    """For the workers: with a seed, without stop strings. Not changed by anybody."""
+    stop: tuple[str, ...]
+
+
+def request_from_pb(
+    message: inference_pb2.GenerateRequest, limits: Limits, request_id: str, draw_seed: Callable[[], int]
+) -> Request:
+    """Check a message and return what it asks for.
+
+    Args:
+        message: from the client.
+        limits: see Limits.
+        request_id: taken when the message has none.
+        draw_seed: called when the message has no seed.
+
+    Raises:
+        InvalidRequestError: naming the field, its limit and the value.
+        NotFoundError: another model.
+    """
+    check_model(message.model, limits)
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(message.sampling)
+    _check_sampling(sampling, limits)
+    stop = _check_stop(tuple(sampling.stop))
+    sampling.ClearField("stop")
+    if not sampling.HasField("seed"):
+        sampling.seed = draw_seed()
+    return Request(_check_id(message.request_id) or request_id, _prompt_from_pb(message, limits), sampling, stop)
+
+
+def check_model(model: str, limits: Limits) -> None:
+    """Accept the served model's name, or none.
+
+    Raises:
+        NotFoundError: any other name.
+    """
+    if model and model != limits.model_id:
+        raise NotFoundError(f"model {model!r} is not served here, only {limits.model_id!r}")
+
+
+def check_text(text: str, limits: Limits) -> TextPrompt:
+    """Return a prompt of plain text.
+
+    Raises:
+        InvalidRequestError: empty, or too long for any tokenizer.
+    """
+    if not text:
+        raise InvalidRequestError("prompt is empty")
+    _check_length(len(text), limits)
+    return TextPrompt(text)
+
+
+def check_chat(messages: inference_pb2.ChatMessages, limits: Limits) -> ChatPrompt:
+    """Return a prompt of chat messages.
+
+    Raises:
+        InvalidRequestError: none, too many or too long ones, one without a role.
+    """
+    if not messages.messages:
+        raise InvalidRequestError("prompt is empty: chat has no messages")
+    if len(messages.messages) > MESSAGES_MAX:
+        raise InvalidRequestError(f"chat must have at most {MESSAGES_MAX} messages, got {len(messages.messages)}")
+    for number, message in enumerate(messages.messages):
+        if not message.role:
+            raise InvalidRequestError(f"chat message {number} has no role")
+    _check_length(sum(len(message.content) for message in messages.messages), limits)
+    return ChatPrompt(tuple({"role": message.role, "content": message.content} for message in messages.messages))
+
+
+def check_window(num_prompt_tokens: int, max_tokens: int | None, limits: Limits) -> int:
+    """Return the most tokens that may be generated after a prompt of this length.
+
+    Args:
+        num_prompt_tokens: of the tokenized prompt.
+        max_tokens: what the client asks for; None: whatever is left of the window.
+        limits: see Limits.
+
+    Raises:
+        InvalidRequestError: the prompt is empty, or does not fit, or not together with max_tokens.
+    """
+    if num_prompt_tokens == 0:
+        raise InvalidRequestError("prompt is empty: it has no tokens")
+    if num_prompt_tokens > limits.prompt_tokens_max:
+        raise InvalidRequestError(
+            f"prompt has {num_prompt_tokens} tokens, at most {limits.prompt_tokens_max} are possible with a context "
+            f"window of {limits.context_tokens}"
+        )
+    room = limits.context_tokens - num_prompt_tokens
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise InvalidRequestError(
+            f"max_tokens must be at most {room} with a prompt of {num_prompt_tokens} tokens in a context window of "
+            f"{limits.context_tokens}, got {max_tokens}"
+        )
+    return max_tokens
+
+
+def _prompt_from_pb(message: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return check_text(message.text, limits)
+        case "token_ids":
+            return _check_token_ids(tuple(message.token_ids.ids), limits)
+        case "chat":
+            return check_chat(message.chat, limits)
+        case None:
+            raise InvalidRequestError("prompt is missing: set text, token_ids or chat")
+
+
+def _check_token_ids(token_ids: tuple[int, ...], limits: Limits) -> TokenPrompt:
+    if not token_ids:
+        raise InvalidRequestError("prompt is empty: token_ids has no ids")
+    _check_vocabulary("token_ids", token_ids, limits)
+    return TokenPrompt(token_ids)
+
+
+def _check_vocabulary(name: str, token_ids: tuple[int, ...], limits: Limits) -> None:
+    if token_ids and max(token_ids) >= limits.vocab_tokens:
+        raise InvalidRequestError(f"{name} must be below {limits.vocab_tokens}, got {max(token_ids)}")
+
+
+def _check_length(num_characters: int, limits: Limits) -> None:
+    if num_characters > limits.prompt_characters_max:
+        raise InvalidRequestError(
+            f"prompt has {num_characters} characters, more than a prompt of {limits.prompt_tokens_max} tokens can have "
+            f"(context window {limits.context_tokens})"
+        )
+
+
+def _check_id(request_id: str) -> str:
+    if len(request_id) > REQUEST_ID_CHARACTERS_MAX:
+        raise InvalidRequestError(
+            f"request_id must have at most {REQUEST_ID_CHARACTERS_MAX} characters, got {len(request_id)}"
+        )
+    if request_id and not (request_id.isascii() and request_id.isprintable() and " " not in request_id):
+        raise InvalidRequestError(f"request_id must be printable ASCII without spaces, got {request_id!r}")
+    return request_id
+
+
+def _check_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if len(stop) > STOP_STRINGS_MAX:
+        raise InvalidRequestError(f"stop must have at most {STOP_STRINGS_MAX} strings, got {len(stop)}")
+    for text in stop:
+        if not 0 < len(text) <= STOP_CHARACTERS_MAX:
+            raise InvalidRequestError(f"a stop string must have 1 to {STOP_CHARACTERS_MAX} characters, got {len(text)}")
+    return stop
+
+
+def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits) -> None:
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens == 0:
+            raise InvalidRequestError("max_tokens must be at least 1, got 0")
+        if sampling.min_tokens > sampling.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most max_tokens, {sampling.max_tokens}, got {sampling.min_tokens}"
+            )
+    if sampling.min_tokens >= limits.context_tokens:
+        raise InvalidRequestError(
+            f"min_tokens must be below the context window, {limits.context_tokens}, got {sampling.min_tokens}"
+        )
+    if sampling.HasField("logprobs") and sampling.logprobs > LOGPROBS_MAX:
+        raise InvalidRequestError(f"logprobs must be at most {LOGPROBS_MAX}, got {sampling.logprobs}")
+    if sampling.HasField("temperature"):
+        _check_range("temperature", sampling.temperature, 0.0, TEMPERATURE_MAX)
+    if sampling.HasField("top_p"):
+        _check_range("top_p", sampling.top_p, 0.0, 1.0, is_open=True)
+    if sampling.HasField("repetition_penalty"):
+        _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, PENALTY_MAX, is_open=True)
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("presence_penalty", sampling.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
+    _check_ids("stop_token_ids", tuple(sampling.stop_token_ids), limits)
+    _check_ids("logit_bias", tuple(sampling.logit_bias), limits)
+    for token_id, bias in sampling.logit_bias.items():
+        _check_range(f"logit_bias[{token_id}]", bias, -BIAS_MAX, BIAS_MAX)
+
+
+def _check_range(name: str, value: float, low: float, high: float, is_open: bool = False) -> None:
+    # NaN compares false with everything, so it is refused here as well.
+    if not (low < value if is_open else low <= value) or not value <= high or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be in {'(' if is_open else '['}{low:g}, {high:g}], got {value}")
+
+
+def _check_ids(name: str, token_ids: tuple[int, ...], limits: Limits) -> None:
+    if len(token_ids) > IDS_MAX:
+        raise InvalidRequestError(f"{name} must have at most {IDS_MAX} entries, got {len(token_ids)}")
+    _check_vocabulary(name, token_ids, limits)

@@ -1,0 +1,282 @@
+"""The gateway's session with the router: placements, and the promise to give each back once.
+
+The session comes back after a router restart by itself, and counts the running requests again.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton_pb.v1 import router_pb2, router_pb2_grpc
+from cluster.rpc import open_channel
+from common.errors import BatonError, WorkerLostError
+from common.logs import log
+from common.status import error_from_pb, error_from_rpc, typed_rpc_errors
+
+_LOG = logging.getLogger(__name__)
+_OUTBOX_MAX = 16384
+_STATUS_TIMEOUT_S = 2.0
+_RETRY_FIRST_S = 0.02
+_RETRY_MAX_S = 0.5
+_RETRY_AFTER_S = 1.0
+
+
+class _SessionLostError(Exception):
+    """The session ended before its answer came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request to place."""
+
+    request_id: str
+    num_tokens: int
+    max_output_tokens: int
+    hashes: list[bytes]
+    excluded: frozenset[str]
+
+
+class Reservation:
+    """A placement, and this gateway's duty to release it."""
+
+    def __init__(
+        self, client: "RouterClient", reservation_id: str, wanted: Wanted, placement: router_pb2.WorkerPlacement
+    ) -> None:
+        self.reservation_id = reservation_id
+        self.placement = placement
+        self._client = client
+        self._wanted = wanted
+        self._is_prefilled = False
+        self._is_released = False
+
+    def first_token(self) -> None:
+        """Tell the router that prefill is over. Further calls do nothing."""
+        if not self._is_prefilled and not self._is_released:
+            self._is_prefilled = True
+            seen = router_pb2.FirstTokenSeen(reservation_id=self.reservation_id)
+            self._client.send(router_pb2.RouterCommand(first_token=seen))
+
+    def release(self) -> None:
+        """Give it back. Further calls do nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._client.released(self)
+
+    def hold(self) -> router_pb2.HoldRequest:
+        """Return the message that makes a new router count it."""
+        placement = self.placement
+        return router_pb2.HoldRequest(
+            reservation_id=self.reservation_id,
+            decode_worker_id=placement.decode_worker_id,
+            prefill_worker_id=placement.prefill.worker_id if placement.HasField("prefill") else None,
+            num_tokens=self._wanted.num_tokens,
+            max_output_tokens=self._wanted.max_output_tokens,
+            is_prefilled=self._is_prefilled,
+        )
+
+
+class RouterClient:
+    """Owned by the gateway's loop; `run` is its one task.
+
+    away ──session open, attached, holds sent──► connected ──session broken──► away
+                                                    │ place waits for this state, so long as `wait_s`
+    """
+
+    def __init__(
+        self, address: str, gateway_id: str, wait_s: float, on_change: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        """Connect when `run` runs.
+
+        Args:
+            address: host:port of the router.
+            gateway_id: names this gateway to router and workers.
+            wait_s: how long a request waits for a router that is away.
+            on_change: called with whether the router is there, whenever that changes.
+        """
+        self.facts: router_pb2.ClusterFacts | None = None
+        """What the workers agreed on when last heard of; None before any was ready."""
+        self._address = address
+        self._gateway_id = gateway_id
+        self._wait_s = wait_s
+        self._on_change = on_change
+        self._channel = open_channel(address)
+        self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)
+        self._connected = asyncio.Event()
+        self._has_facts = asyncio.Event()
+        self._outbox: asyncio.Queue[router_pb2.RouterCommand] = asyncio.Queue(_OUTBOX_MAX)
+        self._call: Any = None  # grpc.aio's call types are generic in ways that cannot be named
+        self._answers: dict[str, asyncio.Future[router_pb2.RouterReply]] = {}
+        self._live: dict[str, Reservation] = {}
+        self._count = 0
+
+    async def place(self, wanted: Wanted) -> Reservation:
+        """Reserve workers for a request; the caller must release what it gets.
+
+        Raises:
+            WorkerLostError: no router within the time to wait, or no worker.
+            BatonError: the router's own answer.
+        """
+        deadline = asyncio.get_running_loop().time() + self._wait_s
+        while True:
+            await self._wait(self._connected, deadline, f"the router at {self._address} is away")
+            try:
+                return await self._ask(wanted, deadline)
+            except _SessionLostError:
+                continue  # it has forgotten the question; the next router is asked, before the same deadline
+
+    async def known_facts(self) -> router_pb2.ClusterFacts:
+        """Return what the workers agree on; wait for the first one to be ready.
+
+        Raises:
+            WorkerLostError: no worker was ready in time.
+        """
+        deadline = asyncio.get_running_loop().time() + self._wait_s
+        await self._wait(self._has_facts, deadline, "no worker has been ready yet")
+        assert self.facts is not None
+        return self.facts
+
+    async def status(self) -> router_pb2.RouterStatus:
+        """Return what the router knows.
+
+        Raises:
+            WorkerLostError: it is away.
+        """
+        with typed_rpc_errors():
+            return await self._stub.GetRouterStatus(router_pb2.GetRouterStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+
+    async def run(self) -> None:
+        """Keep the session open until cancelled. There is no limit to the tries: nothing works without a router."""
+        pause_s = _RETRY_FIRST_S
+        try:
+            while True:
+                try:
+                    await self._open()
+                    pause_s = _RETRY_FIRST_S
+                    await self._read()
+                except grpc.aio.AioRpcError as error:
+                    reason = error_from_rpc(error).message
+                else:
+                    reason = "it ended the session"
+                await self._lose(reason)
+                await asyncio.sleep(pause_s)  # backoff: a connection that fails cannot be waited for
+                pause_s = min(2 * pause_s, _RETRY_MAX_S)
+        finally:
+            self._forget_answers()
+            if self._call is not None:
+                self._call.cancel()
+            await self._channel.close(None)
+
+    def send(self, command: router_pb2.RouterCommand) -> None:
+        """Send a command, if there is a session; the next session begins with all that is still true."""
+        if not self._connected.is_set():
+            return
+        try:
+            self._outbox.put_nowait(command)
+        except asyncio.QueueFull:
+            # A router that does not read is as good as gone: its session ends, and with it all reservations on it.
+            self._call.cancel()
+
+    def released(self, reservation: Reservation) -> None:
+        """Give a reservation back; it calls this itself."""
+        del self._live[reservation.reservation_id]
+        self._send_release(reservation.reservation_id)
+
+    @property
+    def num_reservations(self) -> int:
+        """Reservations not yet released."""
+        return len(self._live)
+
+    async def _ask(self, wanted: Wanted, deadline: float) -> Reservation:
+        self._count += 1
+        reservation_id = f"{self._gateway_id}.{self._count}"
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[reservation_id] = answer
+        try:
+            self.send(router_pb2.RouterCommand(place=_question(reservation_id, wanted)))
+            async with asyncio.timeout_at(deadline):
+                reply = await answer
+        except BaseException as error:
+            # Whoever leaves without an answer gives back what may have been reserved meanwhile.
+            self._send_release(reservation_id)
+            if isinstance(error, TimeoutError):
+                raise WorkerLostError(f"the router did not answer for {self._wait_s:g} s", _RETRY_AFTER_S) from error
+            raise
+        finally:
+            del self._answers[reservation_id]
+        if reply.HasField("error"):
+            raise error_from_pb(reply.error)
+        reservation = Reservation(self, reservation_id, wanted, reply.placement)
+        self._live[reservation_id] = reservation
+        return reservation
+
+    def _send_release(self, reservation_id: str) -> None:
+        release = router_pb2.ReleaseRequest(reservation_id=reservation_id)
+        self.send(router_pb2.RouterCommand(release=release))
+
+    async def _wait(self, event: asyncio.Event, deadline: float, trouble: str) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await event.wait()
+        except TimeoutError as error:
+            raise WorkerLostError(f"{trouble}; waited {self._wait_s:g} s", _RETRY_AFTER_S) from error
+
+    async def _open(self) -> None:
+        self._outbox = asyncio.Queue(_OUTBOX_MAX)
+        self._call = self._stub.Session(self._commands(self._outbox), wait_for_ready=True)
+        await self._call.initial_metadata()  # the router sends it when it has attached us
+        if self._call.done():
+            return  # the first read will say why
+        self._connected.set()
+        for reservation in self._live.values():
+            self.send(router_pb2.RouterCommand(hold=reservation.hold()))
+        log(_LOG, logging.INFO, "router connected", address=self._address, held=len(self._live))
+        await self._on_change(True)
+
+    async def _commands(
+        self, outbox: asyncio.Queue[router_pb2.RouterCommand]
+    ) -> AsyncIterator[router_pb2.RouterCommand]:
+        yield router_pb2.RouterCommand(attach=router_pb2.RouterAttach(gateway_id=self._gateway_id))
+        while True:
+            yield await outbox.get()
+
+    async def _read(self) -> None:
+        async for reply in self._call:
+            if reply.HasField("facts"):
+                self.facts = reply.facts
+                self._has_facts.set()
+            elif (answer := self._answers.get(reply.reservation_id)) is not None and not answer.done():
+                answer.set_result(reply)
+
+    async def _lose(self, reason: str) -> None:
+        was_connected = self._connected.is_set()
+        self._connected.clear()
+        self._forget_answers()
+        if was_connected:
+            log(_LOG, logging.WARNING, f"router lost: {reason}", address=self._address)
+            await self._on_change(False)
+
+    def _forget_answers(self) -> None:
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(_SessionLostError())
+
+
+def _question(reservation_id: str, wanted: Wanted) -> router_pb2.PlaceRequest:
+    return router_pb2.PlaceRequest(
+        reservation_id=reservation_id,
+        request_id=wanted.request_id,
+        num_tokens=wanted.num_tokens,
+        max_output_tokens=wanted.max_output_tokens,
+        hashes=wanted.hashes,
+        excluded_worker_ids=sorted(wanted.excluded),
+    )
+
+
+def away(error: BatonError) -> router_pb2.RouterStatus:
+    """Return the status of a router that cannot be asked."""
+    return router_pb2.RouterStatus(policy=f"unknown: {error.message}", counters={"unreachable": 1})

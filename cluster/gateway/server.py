@@ -1,0 +1,118 @@
+"""The gateway's process: its parts put together, its servers opened and closed."""
+
+import asyncio
+import logging
+import secrets
+from pathlib import Path
+from typing import Self
+
+import grpc
+import grpc.aio
+from grpc_reflection.v1alpha import reflection
+
+from baton_pb.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from cluster.gateway.admin import AdminService
+from cluster.gateway.counts import Counts
+from cluster.gateway.decode_client import DecodeClients
+from cluster.gateway.generate import Generator
+from cluster.gateway.inference import InferenceService
+from cluster.gateway.malformed import MalformedInterceptor
+from cluster.gateway.router_client import RouterClient
+from cluster.gateway.tokenizing import Tokenizing
+from cluster.rpc import Health, bind, server_options
+from common.clock import MonotonicClock
+from common.config import GatewayConfig
+from common.logs import log
+from common.model_facts import ModelFacts
+from common.text import Text
+
+_LOG = logging.getLogger(__name__)
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+
+
+class GatewayServer:
+    """A gateway that serves. Create it with `start`; it owns the router session and the decode sessions."""
+
+    def __init__(
+        self, config: GatewayConfig, model_id: str, facts: ModelFacts, text: Text, router_address: str
+    ) -> None:
+        """Put the parts together; nothing is opened yet."""
+        self.grpc_address = ""
+        """host:port"""
+        self.gateway_id = f"gateway-{secrets.token_hex(4)}"
+        self._config = config
+        self._counts = Counts(config.running_max)
+        self._clock = MonotonicClock()
+        self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
+        self._workers = DecodeClients(self.gateway_id, config.unread_tokens_max)
+        self._tokenizing = Tokenizing(text)
+        generator = Generator(
+            model_id,
+            facts,
+            text,
+            config,
+            self._router,
+            self._workers,
+            self._tokenizing,
+            self._counts,
+            self._clock,
+        )
+        self._inference = InferenceService(generator, self._tokenizing, text)
+        self._server = grpc.aio.server(
+            interceptors=[MalformedInterceptor()], options=server_options(config.message_bytes_max)
+        )
+        self._health = Health(self._server)
+        self._router_session: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: GatewayConfig, model_dir: Path, model_id: str, router_address: str) -> Self:
+        """Load the tokenizer and serve. The router and the workers may come later.
+
+        Args:
+            config: where to listen, and limits.
+            model_dir: the checkpoint's folder; only its text files are read.
+            model_id: the name that clients and workers use.
+            router_address: host:port of the router.
+
+        Raises:
+            ConfigError: a model file is missing or broken, or the port cannot be had.
+        """
+        facts = await asyncio.to_thread(ModelFacts.load, model_dir)
+        text = await asyncio.to_thread(Text.load, model_dir)
+        gateway = cls(config, model_id, facts, text, router_address)
+        try:
+            await gateway._open()
+        except BaseException:
+            await gateway.stop()
+            raise
+        return gateway
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new requests, give the running ones `grace_s`, cancel the rest and close everything. Idempotent."""
+        await self._health.close()
+        await self._server.stop(grace_s)
+        await self._workers.close()
+        if self._router_session is not None:
+            self._router_session.cancel()
+            await asyncio.gather(self._router_session, return_exceptions=True)
+        self._tokenizing.close()
+
+    async def _open(self) -> None:
+        self.grpc_address = bind(self._server, self._config.host, self._config.grpc_port)
+        admin = AdminService(
+            self.gateway_id, self.grpc_address, self._counts, self._router, self._inference, self._clock
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
+        names = [_INFERENCE, _ADMIN, "grpc.health.v1.Health", reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+        await self._health.set_serving(False, [_INFERENCE])
+        await self._server.start()
+        await self._health.set_serving(True, ["", _ADMIN])
+        self._router_session = asyncio.create_task(self._router.run(), name="router session")
+        log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, address=self.grpc_address)
+
+    async def _router_changed(self, is_connected: bool) -> None:
+        """Without a router the gateway lives, but its Inference service cannot serve."""
+        await self._health.set_serving(is_connected, [_INFERENCE])
