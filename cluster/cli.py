@@ -145,6 +145,20 @@ def demo(
             ask.demo(cluster.address)
 
 
+@app.command()
+def nodes(
+    address: Annotated[
+        str, typer.Option(help="HOST:PORT of the Ray cluster's head; auto on one of its nodes.")
+    ] = "auto",
+    expect: Annotated[str, typer.Option(metavar="IP,IP", help="Nodes that should have joined.")] = "",
+) -> None:
+    """List the hosts of a Ray cluster, and those that have not joined."""
+    with one_line_errors():
+        from cluster.commands.nodes import nodes as run
+
+        run(address, [host for host in expect.split(",") if host])
+
+
 @model_app.command("pull")
 def model_pull(
     source: Annotated[str | None, typer.Argument(help="As for model.source; default: the configured one.")] = None,

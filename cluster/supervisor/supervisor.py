@@ -115,7 +115,15 @@ class Supervisor:
             case None:
                 return self._fleet.tick(now)
             case _Started(name, life, place):
-                log(_LOG, logging.INFO if life > 1 else logging.DEBUG, "serving", name=name, life=life, address=place.address, pid=place.pid)
+                log(
+                    _LOG,
+                    logging.INFO if life > 1 else logging.DEBUG,
+                    "serving",
+                    name=name,
+                    life=life,
+                    address=place.address,
+                    pid=place.pid,
+                )
                 actions = self._fleet.started(name, life, place, now)
             case _Failed(name, life, error):
                 log(_LOG, logging.WARNING, f"lost: {error.message}", name=name, life=life)
