@@ -1,10 +1,10 @@
 """A model's source -> Hugging Face modules with all their weights, or a ConfigError that names what is wrong.
 
-Sources: a folder with safetensors, a `.gguf` file, or a Hugging Face hub id.
+A source is a folder with safetensors or a `.gguf` file on this machine; what a hub id means, and fetching it, is the
+model store's business.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_tex
 """Values of config.json's model_type whose attention the paged backend reproduces."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotary embeddings that depend on a token's position alone; `dynamic` and `longrope` look at the whole batch."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _NAMES_SHOWN = 3
-
-
-def find_folder(source: str) -> Path:
-    """Return the folder or `.gguf` file that `source` means; a hub id is downloaded (or found in the hub's cache).
-
-    Raises:
-        ConfigError: nothing there, or the hub did not give it.
-    """
-    path = Path(source).expanduser()
-    if path.exists():
-        return path
-    if not _HUB_ID.fullmatch(source):
-        raise ConfigError(f"model {source} is neither a folder, a .gguf file nor a hub id (owner/name)")
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot get model {source} from the hub: {_one_line(error)}") from error
 
 
 def load_model(path: Path, attention: str | None = None) -> Any:

@@ -104,7 +104,7 @@ def _group(batch: Batch, indices: list[int], pool: PagedPool) -> Group:
     blocks = batch.block_tables[torch.tensor(indices)].long().gather(1, place // pool.block_tokens)
     keys = pool.row_of(blocks * pool.block_tokens + place % pool.block_tokens)
     rows = torch.cat([torch.arange(s.first_row, s.first_row + s.num_rows) for s in segments])
-    is_plain_causal = len(segments) == 1 and segments[0].num_context == 0
+    is_plain_causal = segments[0].num_context == 0 and segments[0].num_rows > 1
     return Group(rows, keys, batch.positions[rows].view(len(indices), -1), lengths, is_plain_causal)
 
 
@@ -156,19 +156,23 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[b, t, H, G, D] queries on [b, n, H, D] keys -> [b, t, H, G, D]."""
-    b, t, heads, per_head, dim = query.shape
-    # Heads become batch and the query heads of one KV head become heads; expanding K copies nothing.
-    asked = query.permute(0, 2, 3, 1, 4).reshape(b * heads, per_head, t, dim)
-    keys = key.transpose(1, 2).reshape(b * heads, 1, -1, dim).expand(-1, per_head, -1, -1)
-    values = value.transpose(1, 2).reshape(b * heads, 1, -1, dim).expand(-1, per_head, -1, -1)
-    if softcap is None and window is None and group.is_plain_causal:
-        answer = scaled_dot_product_attention(asked, keys, values, is_causal=True, scale=scaling)
+    """[b, t, H, G, D] queries on [b, n, H, D] keys -> [b, t, H, G, D]; t or b is 1. Keys are never copied."""
+    t, per_head = query.shape[1], query.shape[3]
+    mask: torch.Tensor | None = group.mask(window) if not group.is_plain_causal or window or softcap else None
+    if t == 1:
+        # The query heads of one KV head become rows.
+        asked, keys, values = query[:, 0], key.transpose(1, 2), value.transpose(1, 2)  # [b, H, G or n, D]
     else:
-        mask = group.mask(window).repeat_interleave(heads, 0)
-        if softcap is None:
-            answer = scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=scaling)
-        else:
-            scores = torch.tanh(asked @ keys.transpose(-1, -2) * (scaling / softcap)) * softcap + mask
-            answer = scores.softmax(-1) @ values
-    return answer.view(b, heads, per_head, t, dim).permute(0, 3, 1, 2, 4)
+        # KV heads become the batch and their query heads the heads, which share K by a stride of 0.
+        asked = query[0].permute(1, 2, 0, 3)  # [H, G, t, D]
+        keys = key[0].transpose(0, 1)[:, None].expand(-1, per_head, -1, -1)
+        values = value[0].transpose(0, 1)[:, None].expand(-1, per_head, -1, -1)
+    if softcap is None:
+        answer = scaled_dot_product_attention(
+            asked, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
+    else:
+        assert mask is not None
+        scores = torch.tanh(asked @ keys.transpose(-1, -2) * (scaling / softcap)) * softcap + mask
+        answer = scores.softmax(-1) @ values
+    return answer[:, None] if t == 1 else answer.permute(2, 0, 1, 3)[None]

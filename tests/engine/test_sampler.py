@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import TokenOutput
-from engine.sampler import Sampler, keep_likely, uniform
+from engine.sampler import Sampler, draw, keep_likely, uniform
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -108,6 +108,15 @@ def test_draws_follow_the_distribution() -> None:
     # Five standard deviations of a binomial: 1 in 10^6 if the draws were random; they are fixed by their seeds.
     for token_id, share in enumerate([0.5, 0.3, 0.2]):
         assert abs(counts[token_id] / draws - share) < 5 * (share * (1 - share) / draws) ** 0.5
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval_meet_no_excluded_token(number: float) -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf]])
+
+    drawn = draw(logits, [SamplingParams(temperature=1.0)], [number])
+
+    assert drawn.tolist() == [1 if number == 0 else 3]
 
 
 def test_positions_of_one_seed_and_seeds_of_one_position_are_spread_evenly() -> None:

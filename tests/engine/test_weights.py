@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from common.errors import ConfigError
-from engine.weights import find_folder, load_model
+from engine.weights import load_model
 
 
 @pytest.fixture
@@ -85,15 +85,6 @@ def test_a_damaged_gguf_is_refused_by_name(tmp_path: Path, content: bytes) -> No
 def test_a_missing_gguf_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.gguf is missing"):
         load_model(tmp_path / "nothing.gguf")
-
-
-def test_a_source_that_is_nothing_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a folder"):
-        find_folder(str(tmp_path / "nothing"))
-
-
-def test_a_folder_is_itself(model: Path) -> None:
-    assert find_folder(str(model)) == model
 
 
 def test_a_model_is_fp32_and_does_not_train(model: Path) -> None:
