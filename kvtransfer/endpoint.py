@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -159,8 +160,11 @@ class TransferEndpoint:
         loop = asyncio.get_running_loop()
         ping_s = min(PING_S, self._config.lease_s / 4)  # pings renew the leases of transfers that wait for a chunk
         while not self._closing.is_set():
+            due = loop.time() + ping_s
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ping_s):
+                async with asyncio.timeout_at(due):
                     await self._closing.wait()
-            self._receiver.ping(loop.time(), ping_s / 2, DEAD_S)
-            self._sender.ping(loop.time(), ping_s / 2, DEAD_S)
+            # A loop that was itself held up has not read what came meanwhile: it must not blame its peers.
+            dead_s = DEAD_S if loop.time() < due + DEAD_S / 3 else math.inf
+            self._receiver.ping(loop.time(), ping_s / 2, dead_s)
+            self._sender.ping(loop.time(), ping_s / 2, dead_s)

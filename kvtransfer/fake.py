@@ -12,6 +12,8 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.coverage import Coverage
@@ -47,8 +49,8 @@ class FakeBlockStore:
 
     def fill(self, block_id: int, seed: int) -> None:
         """Overwrite one block with bytes that differ between seeds and between places in the block."""
-        pattern = bytes((seed * 31 + i * 7 + i // 251) % 256 for i in range(self.layout.block_bytes))
-        self.write(block_id, pattern)
+        place = np.arange(self.layout.block_bytes)
+        self.write(block_id, (seed * 31 + place * 7 + place // 251).astype(np.uint8).tobytes())
 
 
 class FakeNetwork:

@@ -19,15 +19,14 @@ from kvtransfer.wire import abort_frame
 
 logger = logging.getLogger(__name__)
 
-QUIET_TIMEOUT_S = 1.0
-"""How long an abort waits for what is under way before it breaks the link."""
-
 
 class SenderPeer(Protocol):
     """What a landing needs of the connection on which its ticket was opened."""
 
     worker_id: str
     num_blocks: int
+    last_piece: float
+    """Loop time at which the last piece ended, of any landing on this connection; landings write it."""
 
     @property
     def link(self) -> InboundLink:
@@ -112,10 +111,8 @@ class BlockLanding:
     async def abort(self, reason: str) -> None:
         """Give up and wait until it is quiet; see `Landing.abort`."""
         self.fail(TransferError(f"aborted by the receiver: {reason}"))
-        if not await self._activity.quiet(QUIET_TIMEOUT_S) and self._peer is not None:
-            self._peer.lose(TransferError(f"a piece is stuck {QUIET_TIMEOUT_S} s after an abort"))
         while not await self._activity.quiet(self.ticket.lease_s):
-            logger.error("%d landing blocks stay in quarantine: a write is unconfirmed", len(self.ticket.block_ids))
+            self._break_if_stuck()
         self._on_over()
 
     def fail(self, error: BatonError) -> None:
@@ -188,6 +185,7 @@ class BlockLanding:
     def _piece_done(self, seq: int, num_bytes: int, checksum: int, receiving: asyncio.Future[int | None]) -> None:
         assert self._peer is not None
         self._activity.end()
+        self._peer.last_piece = self._loop.time()
         error = TransferError("cancelled") if receiving.cancelled() else receiving.exception()
         if self.is_over:
             return
@@ -202,6 +200,15 @@ class BlockLanding:
             self._peer.count_piece(num_bytes)
             ack = transfer_pb2.Ack(transfer_id=self.ticket.transfer_id, seq=seq)
             self._peer.send(transfer_pb2.TransferFrame(ack=ack))
+
+    def _break_if_stuck(self) -> None:
+        """Break the link if no piece moves on it: that ends what is under way. A frozen peer is noticed earlier."""
+        assert self._peer is not None
+        if self._loop.time() - self._peer.last_piece >= self.ticket.lease_s:
+            logger.error(
+                "%d landing blocks are in quarantine: a write is not known to be over", len(self.ticket.block_ids)
+            )
+            self._peer.lose(TransferError(f"a piece is stuck {self.ticket.lease_s} s after an abort"))
 
     def _check_lease(self) -> None:
         renewed = self._progress

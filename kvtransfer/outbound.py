@@ -52,7 +52,7 @@ class OutboundPeer:
 
     def __init__(self, address: transfer_pb2.TransferAddress, greeter: Greeter, sock: socket.socket, name: str) -> None:
         self.transport = name
-        self.last_ack = 0.0
+        self.last_ack = self.last_sent = 0.0
         self.is_lost = False
         self.on_lost: Callable[[], object] = lambda: None
         """Called once when the connection has ended; set by the sender."""
@@ -200,6 +200,7 @@ class OutboundPeer:
 
     def _sent(self, push: BlockPush, sending: asyncio.Future[None]) -> None:
         push.activity.end()
+        self.last_sent = self._loop.time()
         if (error := sending.exception()) is not None:
             self.lose(WorkerLostError(f"the {self.transport} link to {self._address.worker_id} broke: {error}"))
 

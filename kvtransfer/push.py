@@ -12,9 +12,6 @@ from kvtransfer.pieces import Piece
 from kvtransfer.ticket import TicketTerms, run_tag, tag_base
 from kvtransfer.wire import FrameError, abort_frame
 
-QUIET_TIMEOUT_S = 1.0
-"""How long an abort waits for what is under way before it breaks the link."""
-
 
 class ReceiverPeer(Protocol):
     """What a push needs of the connection to its receiver."""
@@ -27,6 +24,11 @@ class ReceiverPeer(Protocol):
     @property
     def last_ack(self) -> float:
         """Loop time of the last Ack of any push on this connection."""
+        ...
+
+    @property
+    def last_sent(self) -> float:
+        """Loop time at which the link last let go of a piece of any push."""
         ...
 
     @property
@@ -126,10 +128,10 @@ class BlockPush:
     async def abort(self, reason: str) -> None:
         """Give up and wait until it is quiet; see `Push.abort`."""
         self.fail(TransferError(f"aborted by the sender: {reason}"))
-        if not await self.activity.quiet(QUIET_TIMEOUT_S):
-            self._peer.lose(TransferError(f"a piece is stuck {QUIET_TIMEOUT_S} s after an abort"))
         while not await self.activity.quiet(self.terms.sender_lease_s):
-            pass  # the link is broken and confirms soon; the blocks are not safe before
+            # A frozen peer is noticed earlier; where nothing moves, breaking the link ends what is under way.
+            if self._loop.time() - self._peer.last_sent >= self.terms.sender_lease_s:
+                self._peer.lose(TransferError(f"a piece is stuck {self.terms.sender_lease_s} s after an abort"))
         self.on_over()
 
     def fail(self, error: BatonError, tell_receiver: bool = True) -> None:

@@ -144,6 +144,7 @@ class InboundPeer:
     def __init__(self, receiver: Receiver, door: Door, sock: socket.socket) -> None:
         self.worker_id = UNKNOWN
         self.num_blocks = 0
+        self.last_piece = 0.0
         self._receiver = receiver
         self._door = door
         self._link: InboundLink | None = None

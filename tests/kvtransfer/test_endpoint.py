@@ -1,6 +1,7 @@
 """Which transport is taken, what happens when peers restart, stall or lie, and that nothing leaks."""
 
 import asyncio
+import random
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -296,6 +297,34 @@ def test_a_stranger_on_the_ucx_ports_disturbs_nobody() -> None:
                         pass
             await transfer(pair, [1], [3])
             assert sum(entry.refusals for entry in pair.receiver.stats()) == 3
+
+    asyncio.run(test())
+
+
+def test_a_burst_of_transfers_with_random_aborts_fails_nothing_else(make_real_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(60), make_real_pair(num_blocks=200, lease_s=30.0) as pair:
+            rng = random.Random(3)
+
+            async def one(block: int) -> None:
+                landing = pair.receiver.grant([block], 0)
+                push = await pair.sender.open_push(landing.ticket)
+                push.announce(0, [199 - block], range(1))
+                for _ in range(rng.randint(0, 30)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.2:
+                    await rng.choice([landing, push]).abort("at random")
+                    await landing.abort("at random")
+                    await push.abort("at random")
+                    return
+                push.announce(0, [199 - block], range(1, 3))
+                await push.finish()
+                await landing.landed()
+                assert pair.target.block(block) == pair.source.block(199 - block)
+
+            await asyncio.gather(*(one(block) for block in range(200)))
+            assert pair.sender.num_active == pair.receiver.num_active == 0
+            assert sum(entry.refusals for entry in pair.receiver.stats()) == 0
 
     asyncio.run(test())
 
