@@ -81,6 +81,8 @@ class DecodeConfig(Node):
     """Most tokens in one step when local prefill chunks ride along with decodes."""
     waiting_max: Positive = 256
     """Most requests waiting for blocks on one worker; beyond it a request is refused at once."""
+    unsent_max: Positive = 16384
+    """Tokens kept for a gateway that does not read its stream; beyond it the gateway's session is ended."""
 
 
 class BothConfig(Node):

@@ -82,7 +82,7 @@ class DecodeLoop:
         if older is not None:
             self.leave(older)
             older.end(CancelledRequestError(f"gateway {gateway_id} attached again"))
-        self._sessions[gateway_id] = session = GatewaySession(gateway_id)
+        self._sessions[gateway_id] = session = GatewaySession(gateway_id, self._config.unsent_max)
         return session
 
     def leave(self, session: GatewaySession) -> None:

@@ -6,10 +6,6 @@ from baton_pb.v1 import worker_pb2
 from common.errors import BatonError, OverloadedError
 from decode.stream import TokenStream
 
-UNSENT_TOKENS_MAX = 1 << 14
-"""Tokens that wait for a gateway that does not read. Two minutes of 128 streams at one token a second each; a gateway
-that far behind is given up, so that it costs nobody else memory."""
-
 
 class GatewaySession:
     """Collects outputs and hands them out as one DecodeStep for all that came together.
@@ -18,8 +14,9 @@ class GatewaySession:
     the decode loop; plain functions but for `next_step`.
     """
 
-    def __init__(self, gateway_id: str) -> None:
+    def __init__(self, gateway_id: str, unsent_max: int) -> None:
         self.gateway_id = gateway_id
+        self._unsent_max = unsent_max
         self.streams: dict[str, TokenStream] = {}
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the session must end."""
@@ -32,13 +29,13 @@ class GatewaySession:
     def emit(self, output: worker_pb2.SequenceOutput) -> None:
         """Add an output to the next message; outputs of one sequence are joined.
 
-        A gateway that is UNSENT_TOKENS_MAX behind loses the session.
+        A gateway that is `unsent_max` outputs behind loses the session: it would cost others their memory.
         """
         if self.broken.done():
             return
         self._num_unsent += 1
-        if self._num_unsent > UNSENT_TOKENS_MAX:
-            self.end(OverloadedError(f"gateway {self.gateway_id} left {UNSENT_TOKENS_MAX} outputs unread"))
+        if self._num_unsent > self._unsent_max:
+            self.end(OverloadedError(f"gateway {self.gateway_id} left {self._unsent_max} outputs unread"))
             return
         earlier = self._open.get(output.request_id)
         if earlier is None:

@@ -115,9 +115,17 @@ class DecodeWorker:
             ConfigError: a model or setting that this machine cannot serve.
         """
         loaded = await asyncio.to_thread(Engine.load, model_dir, engine, model_id)
-        endpoint = await TransferEndpoint.start(worker_id, host, loaded.kv, transfer)
-        worker = cls(worker_id, host, loaded, endpoint, role, heartbeat_s, is_colocated)
-        await worker.serve()
+        try:
+            endpoint = await TransferEndpoint.start(worker_id, host, loaded.kv, transfer)
+            try:
+                worker = cls(worker_id, host, loaded, endpoint, role, heartbeat_s, is_colocated)
+                await worker.serve()
+            except BaseException:
+                await endpoint.close()
+                raise
+        except BaseException:
+            loaded.close()
+            raise
         return worker
 
     async def serve(self) -> None:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from common.errors import BatonError, WorkerLostError
-from common.logs import log
 from engine.engine import Engine, ScheduledChunk, TokenOutput
 from engine.sequence import Sequence
 
@@ -162,8 +161,8 @@ class StepRunner:
     def _crash(self, cause: BaseException) -> None:
         if self._outcome.done():
             return
-        log(_logger, logging.ERROR, "the loop crashed", worker_id=self._worker_id, error=repr(cause))
-        _logger.debug("crash", exc_info=cause)
+        fields = {"worker_id": self._worker_id, "error": repr(cause)}
+        _logger.error("the loop crashed", exc_info=cause, extra={"fields": fields})
         error = WorkerLostError(f"worker {self._worker_id} crashed: {cause!r}")
         error.__cause__ = cause
         self._is_stopping = True

@@ -66,7 +66,7 @@ class Answer:
 class Gateway:
     """The gateway's end of one session. `answers` is filled by a reading task."""
 
-    def __init__(self, address: str, gateway_id: str = "gateway-0") -> None:
+    def __init__(self, address: str, gateway_id: str = "gateway-0", is_reading: bool = True) -> None:
         self.answers: dict[str, Answer] = {}
         self.num_messages = 0
         self.ended: asyncio.Future[grpc.aio.AioRpcError | None] = asyncio.get_running_loop().create_future()
@@ -75,12 +75,15 @@ class Gateway:
         stub: Any = worker_pb2_grpc.DecodeStub(self._channel)  # the stubs demand an iterator of requests
         self._call = stub.Session()
         self._gateway_id = gateway_id
+        self._is_reading = is_reading
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Gateway":
         await self.send(attach=worker_pb2.Attach(gateway_id=self._gateway_id))
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        self._tasks = [asyncio.create_task(self._write())]
+        if self._is_reading:
+            self.read()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -89,6 +92,10 @@ class Gateway:
             task.cancel()
         await asyncio.wait(self._tasks)
         await self._channel.close(None)
+
+    def read(self) -> None:
+        """Begin to read."""
+        self._tasks.append(asyncio.create_task(self._read()))
 
     async def send(self, **command: Any) -> None:
         self._commands.put_nowait(worker_pb2.DecodeCommand(**command))

@@ -6,7 +6,7 @@ import pytest
 
 from baton_pb.v1 import common_pb2, worker_pb2
 from common.errors import OverloadedError
-from decode.session import UNSENT_TOKENS_MAX, GatewaySession
+from decode.session import GatewaySession
 
 
 def output(request_id: str, *tokens: int, is_last: bool = False) -> worker_pb2.SequenceOutput:
@@ -21,7 +21,7 @@ def told(step: worker_pb2.DecodeStep) -> list[tuple[str, list[int], bool]]:
 
 def test_outputs_that_wait_are_one_message_with_one_entry_for_each_sequence() -> None:
     async def main() -> None:
-        session = GatewaySession("g")
+        session = GatewaySession("g", unsent_max=100)
         session.emit(output("a", 1))
         session.emit(output("b", 2))
         session.emit(output("a", 3, is_last=True))
@@ -34,7 +34,7 @@ def test_outputs_that_wait_are_one_message_with_one_entry_for_each_sequence() ->
 
 def test_what_a_cancelled_sequence_has_unsent_is_dropped() -> None:
     async def main() -> None:
-        session = GatewaySession("g")
+        session = GatewaySession("g", unsent_max=100)
         session.emit(output("a", 1))
         session.emit(output("b", 2))
         session.forget("a")
@@ -46,13 +46,13 @@ def test_what_a_cancelled_sequence_has_unsent_is_dropped() -> None:
 
 def test_a_gateway_that_does_not_read_loses_the_session() -> None:
     async def main() -> None:
-        session = GatewaySession("g")
-        for _ in range(UNSENT_TOKENS_MAX):
+        session = GatewaySession("g", unsent_max=100)
+        for _ in range(100):
             session.emit(output("a", 1))
         assert not session.broken.done()
         session.emit(output("a", 1))
 
-        with pytest.raises(OverloadedError, match="gateway g left 16384 outputs unread"):
+        with pytest.raises(OverloadedError, match="gateway g left 100 outputs unread"):
             await session.broken
 
     asyncio.run(main())

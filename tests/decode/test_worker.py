@@ -462,6 +462,26 @@ def test_a_gateway_that_attaches_again_ends_its_older_session() -> None:
     asyncio.run(main())
 
 
+def test_a_gateway_that_does_not_read_loses_its_session_and_stalls_nobody() -> None:
+    async def main() -> None:
+        async with serving() as bench:
+            decode = await bench.decode(num_blocks=512, unsent_max=50)
+            async with Gateway(decode.address, "reads") as reads, Gateway(decode.address, "deaf", False) as deaf:
+                await deaf.start("deaf", PROMPT, max_tokens=1500, logprobs=20)
+                await until_changed(decode, lambda: decode.loop.load().running_sequences == 1)
+                answer = await reads.ask("reads", PROMPT, max_tokens=40)
+                await until_changed(decode, lambda: decode.loop.load().running_sequences == 0)
+                deaf.read()
+                ended = await asyncio.wait_for(deaf.ended, LIMIT_S)
+
+                assert answer.tokens == fake_continuation(PROMPT, 40)
+                assert ended is not None
+                assert ended.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert len(deaf.answers["deaf"].tokens) < 1500
+
+    asyncio.run(main())
+
+
 def test_duplicate_and_unknown_ids_are_answered_and_harm_nobody() -> None:
     async def main() -> None:
         async with serving() as bench:
