@@ -23,6 +23,10 @@ from loadtest.progress import LiveProgress
 from loadtest.records import RunFile, Slo
 from loadtest.report import write_comparison, write_report
 from loadtest.runner import RunOptions
+from loadtest.simulator.cluster import ClusterShape
+from loadtest.simulator.profile import load_profile
+from loadtest.simulator.simulate import simulate as run_simulation
+from loadtest.simulator.simulate import simulated_goodput
 from loadtest.tables import comparison_table, search_table, summary_table
 from loadtest.workload import parse_arrival, parse_workload
 
@@ -212,6 +216,44 @@ def capacity(
             f"{reached.requests_per_s:.0f} requests/s, {reached.tokens_per_s:.0f} tokens/s "
             f"({prompt_tokens} prompt tokens, {output_tokens} messages each, {reached.errors} errors)"
         )
+
+
+@app.command()
+def simulate(
+    profile: Annotated[str, typer.Option(help="A shipped cost model (two-core-cpu, h100-8b) or a YAML file.")] = (
+        "two-core-cpu"
+    ),
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    both: Annotated[int, typer.Option(min=0, help="Colocated workers.")] = 0,
+    policy: Annotated[str, typer.Option(help="Of the router.")] = "prefix",
+    workload: WorkloadOption = "synthetic",
+    arrival: ArrivalOption = "poisson:rate=0.5",
+    sessions: SessionsOption = None,
+    duration: DurationOption = None,
+    seed: SeedOption = 0,
+    slo_ttft: TtftOption = 2.0,
+    slo_tpot: TpotOption = 0.2,
+    output: OutputOption = None,
+    report: ReportOption = None,
+    as_json: JsonOption = False,
+    search: Annotated[
+        bool, typer.Option("--find-goodput", help="Search the highest rate within the SLO instead of one run.")
+    ] = False,
+    first_rate: RateOption = 0.5,
+    precision: PrecisionOption = 0.05,
+) -> None:
+    """Play a workload against a cluster that exists only as a cost model, with the real router, on a virtual clock."""
+    with _one_line_errors():
+        plan = _plan(workload, arrival, sessions, Slo(slo_ttft, slo_tpot), RunOptions(seed=seed, duration_s=duration))
+        shape = ClusterShape(prefill, decode, both, policy)
+        goodput = GoodputSearch(first_rate, ATTAINMENT, precision) if search else None
+        model = load_profile(profile)
+        if goodput is None:
+            result = run_simulation(plan, model, shape)
+        else:
+            result = simulated_goodput(plan, model, shape, goodput)
+        _deliver(result, goodput, output, report, as_json)
 
 
 @contextmanager

@@ -63,8 +63,10 @@ class Summary:
     cache_hit: float
     """Cached prompt tokens over prompt tokens, of completed requests."""
     breakdown: Breakdown
+    decode_workers: int
+    """How many answered anything; 0 when unknown."""
     load_imbalance: float
-    """Most requests on one decode worker over the mean; 1 is even; 0 when unknown."""
+    """Most requests on one of these over their mean; 1 is even; 0 when unknown. Idle workers are not seen here."""
 
     def as_json(self) -> dict[str, Any]:
         """Return a tree of plain values."""
@@ -105,6 +107,7 @@ def summarize(records: Sequence[RequestRecord], slo: Slo) -> Summary:
         goodput_per_s=met * per_s,
         cache_hit=sum(record.cached_tokens for record in answered) / prompt_tokens if prompt_tokens else 0.0,
         breakdown=breakdown(answered),
+        decode_workers=len({record.decode_worker for record in answered} - {None}),
         load_imbalance=_imbalance(answered),
     )
 

@@ -45,7 +45,8 @@ def facts(summary: Summary, slo: Slo) -> dict[str, str]:
         "cache hit": f"{summary.cache_hit:.1%}",
         f"SLO met (TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s)": f"{summary.slo_attainment:.1%}",
         "goodput, requests/s": f"{summary.goodput_per_s:.3f}",
-        "busiest decode worker / mean": f"{summary.load_imbalance:.2f}",
+        "decode workers used": str(summary.decode_workers or "unknown"),
+        "busiest of these / mean": f"{summary.load_imbalance:.2f}",
         "client lag p99": f"{summary.send_lag.p99 * 1000:.1f} ms",
     }
 

@@ -1,0 +1,1 @@
+"""Benchmarks of what runs without a model."""

@@ -1,0 +1,61 @@
+"""Decode steps whose batch does not change, taken together: their times follow from a formula.
+
+Each step adds a token to every sequence's context, so k steps take k * (fixed + context_s * C) + context_s * n * k *
+(k - 1) / 2 seconds: a simulation need not visit each of them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from loadtest.simulator.profile import StepCost
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Steps `first_step` to `first_step + num_steps - 1` of a decode worker."""
+
+    first_step: int
+    start: float
+    num_steps: int
+    first_s: float
+    """Of the first step."""
+    growth_s: float
+    """By which each step is longer than the one before."""
+
+    @classmethod
+    def of(
+        cls,
+        cost: StepCost,
+        first_step: int,
+        start: float,
+        num_steps: int,
+        num_sequences: int,
+        context: int,
+        extra_s: float,
+    ) -> "Stretch":
+        """Return the stretch of a batch.
+
+        Args:
+            cost: of a step.
+            first_step: its number.
+            start: of the first step.
+            num_steps: at least 1.
+            num_sequences: that decode.
+            context: sum of their contexts in the first step.
+            extra_s: prompt chunks that ride along; only with one step.
+        """
+        assert num_steps == 1 or not extra_s
+        first = cost.base_s + extra_s + cost.decode_s(num_sequences, context)
+        return cls(first_step, start, num_steps, first, cost.context_s * num_sequences)
+
+    def end_of(self, count: int) -> float:
+        """Return when the first `count` steps are over."""
+        return self.start + count * self.first_s + self.growth_s * count * (count - 1) / 2
+
+    def steps_begun(self, now: float) -> int:
+        """Return how many steps have begun before `now`, at least 1: a newcomer waits for the last one's end."""
+        elapsed = now - self.start
+        square, linear = self.growth_s / 2, self.first_s - self.growth_s / 2
+        # The stable form of the quadratic formula: square may be 0.
+        root = 2 * elapsed / (linear + math.sqrt(linear * linear + 4 * square * elapsed))
+        return min(self.num_steps, max(1, math.ceil(root - 1e-9)))

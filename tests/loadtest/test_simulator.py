@@ -1,0 +1,177 @@
+"""A simulation is the same each time, leaves nothing behind, and its times follow from the cost model."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from common.errors import ConfigError
+from loadtest.cli import app
+from loadtest.execute import Plan
+from loadtest.goodput import GoodputSearch
+from loadtest.metrics import summarize
+from loadtest.records import RequestRecord, Slo
+from loadtest.runner import RunOptions
+from loadtest.simulator.cluster import ClusterShape
+from loadtest.simulator.profile import Profile, load_profile
+from loadtest.simulator.simulate import Simulation, simulate, simulated_goodput
+from loadtest.workload import parse_arrival, parse_workload
+
+PROFILE = load_profile("two-core-cpu")
+SLO = Slo(2.0, 0.1)
+
+
+def plan(workload: str, arrival: str = "poisson:rate=1", sessions: int = 30, seed: int = 0) -> Plan:
+    return Plan(parse_workload(workload), parse_arrival(arrival), sessions, SLO, RunOptions(seed=seed))
+
+
+def records(what: Plan, shape: ClusterShape = ClusterShape(), profile: Profile = PROFILE) -> list[RequestRecord]:  # noqa: B008 - frozen
+    return Simulation(what, profile, shape).run()
+
+
+SHAPES = st.builds(
+    ClusterShape,
+    prefill=st.integers(0, 2),
+    decode=st.integers(1, 2),
+    both=st.integers(0, 2),
+    policy=st.sampled_from(["round_robin", "least_loaded", "prefix"]),
+)
+WORKLOADS = st.sampled_from(
+    [
+        "synthetic:prompt_tokens=300,output_tokens=20,spread=0.9,prefixes=2,prefix_tokens=24",
+        "synthetic:prompt_tokens=40,output_tokens=1",
+        "conversation:turns=3,think_s=1,spread=0.5,output_tokens=30",
+    ]
+)
+ARRIVALS = st.sampled_from(["poisson:rate=0.5", "gamma:rate=20,burstiness=0.1", "constant:rate=1000", "closed:users=3"])
+
+
+@given(WORKLOADS, ARRIVALS, SHAPES, st.integers(0, 1000), st.sampled_from([80, 1456]), st.sampled_from([3, 256]))
+@settings(max_examples=40)
+def test_any_simulation_ends_with_every_request_accounted_for_and_nothing_left(
+    workload: str, arrival: str, shape: ClusterShape, seed: int, pool_blocks: int, waiting_max: int
+) -> None:
+    profile = PROFILE.model_copy(update={"pool_blocks": pool_blocks, "waiting_max": waiting_max})
+
+    ended = records(plan(workload, arrival, 25, seed), shape, profile)  # asserts by itself that the cluster is idle
+
+    assert {record.session for record in ended} == set(range(25))
+    for record in ended:
+        if record.error is not None:
+            assert record.error == "OverloadedError"
+            continue
+        assert record.server is not None
+        assert record.ttft_s is not None
+        assert record.first_token_s is not None
+        assert record.last_token_s is not None
+        assert record.server.queue_s + record.server.prefill_s == pytest.approx(record.ttft_s)
+        assert sum(record.gaps_s) == pytest.approx(record.last_token_s - record.first_token_s)
+        assert len(record.gaps_s) == record.output_tokens - 1
+        assert all(gap > 0 for gap in record.gaps_s)
+        assert record.server.transfer_exposed_s >= 0
+        assert 0 <= record.cached_tokens < record.prompt_tokens
+
+
+def test_the_same_seed_gives_the_same_simulation() -> None:
+    what = plan("conversation:turns=3,spread=0.3", "poisson:rate=2")
+    shape = ClusterShape(prefill=2, decode=2)
+
+    assert records(what, shape) == records(what, shape)
+    assert records(what, shape) != records(plan("conversation:turns=3,spread=0.3", "poisson:rate=2", seed=1), shape)
+
+
+def test_a_single_requests_times_are_the_cost_models() -> None:
+    step, hop = PROFILE.step, PROFILE.hop_s
+
+    (record,) = records(plan("synthetic:prompt_tokens=500,output_tokens=3", "constant:rate=1", 1))
+
+    prefill = step.base_s + step.prefill_s(500, 0)
+    decode = [step.base_s + step.decode_s(1, context) for context in (501, 502)]
+    push = 500 * PROFILE.kv_bytes_per_token / PROFILE.link.bytes_per_s + PROFILE.link.latency_s
+    assert record.ttft_s == pytest.approx(prefill + 6 * hop)
+    assert record.gaps_s == pytest.approx([push + decode[0], decode[1]])
+
+
+def test_a_long_prompt_is_pushed_while_it_is_prefilled() -> None:
+    (record,) = records(plan("synthetic:prompt_tokens=4096,output_tokens=2", "constant:rate=1", 1))
+
+    assert record.server is not None
+    last_chunk = 512 * PROFILE.kv_bytes_per_token / PROFILE.link.bytes_per_s + PROFILE.link.latency_s
+    assert record.server.transfer_exposed_s == pytest.approx(last_chunk)
+
+
+def test_prefills_delay_the_tokens_of_a_colocated_worker_but_not_of_a_decode_worker() -> None:
+    what = plan("synthetic:prompt_tokens=1500,output_tokens=60,spread=0.3", "poisson:rate=0.2", 40)
+
+    colocated = summarize(records(what, ClusterShape(prefill=0, decode=0, both=2)), SLO)
+    apart = summarize(records(what, ClusterShape(prefill=1, decode=1)), SLO)
+
+    assert apart.itl.p99 < colocated.itl.p99 / 3
+
+
+def test_a_cache_aware_policy_serves_conversations_that_share_nothing_sooner_than_round_robin() -> None:
+    what = plan("conversation:turns=6,user_tokens=200,system_tokens=0", "poisson:rate=0.2", 40)
+
+    aware, blind = (
+        summarize(records(what, ClusterShape(prefill=4, decode=4, policy=policy)), SLO)
+        for policy in ("prefix", "round_robin")
+    )
+
+    assert aware.cache_hit > blind.cache_hit
+    assert aware.ttft.mean < blind.ttft.mean
+
+
+def test_a_second_turn_finds_the_first_ones_prompt_and_answer() -> None:
+    what = plan("conversation:turns=2,system_tokens=64,user_tokens=64,output_tokens=65", "closed:users=1", 1)
+
+    first, second = records(what, ClusterShape(prefill=0, decode=0, both=1))
+
+    assert first.cached_tokens == 0
+    assert second.prompt_tokens == 64 + 64 + 65 + 64
+    assert second.cached_tokens == 192
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    profile = PROFILE.model_copy(update={"pool_blocks": 20})
+
+    (record,) = records(plan("synthetic:prompt_tokens=300,output_tokens=50", "constant:rate=1", 1), profile=profile)
+
+    assert record.error == "InvalidRequestError"
+
+
+def test_nobody_is_overtaken_forever_by_shorter_prompts() -> None:
+    what = plan("synthetic:prompt_tokens=1000,output_tokens=1,spread=0.99", "gamma:rate=1,burstiness=0.2", 120)
+
+    summary = summarize(records(what), SLO)
+
+    assert summary.completed == 120
+
+
+def test_goodput_falls_between_a_rate_that_held_and_one_that_did_not() -> None:
+    search = GoodputSearch(0.05, precision=0.1)
+
+    run = simulated_goodput(plan("synthetic:prompt_tokens=400,output_tokens=30"), PROFILE, ClusterShape(), search)
+
+    assert 0.2 < search.best_rate < 4
+    assert run.summary["slo_attainment"] >= 0.9
+    assert len(run.points) == len(search.points)
+
+
+@pytest.mark.parametrize(
+    ("workload", "shape", "words"),
+    [
+        ("conversation:form=chat", ClusterShape(), "token ids"),
+        ("synthetic", ClusterShape(decode=0), "decode worker"),
+        ("synthetic", ClusterShape(policy="magic"), "magic"),
+    ],
+)
+def test_what_cannot_be_simulated_is_a_config_error(workload: str, shape: ClusterShape, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        simulate(plan(workload), PROFILE, shape)
+
+
+def test_the_command_simulates_and_shows_the_same_summary() -> None:
+    result = CliRunner().invoke(app, ["simulate", "-n", "5", "--prefill", "2", "--decode", "1", "--json"])
+
+    assert result.exit_code == 0, result.output
+    assert '"completed": 5' in result.stdout
