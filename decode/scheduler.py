@@ -50,12 +50,13 @@ class DecodeScheduler:
 
         Args:
             num_tokens: of the prompt.
-            max_tokens: of the output, if the request limits it; None: it ends at the pool's size at the latest.
+            max_tokens: of the output. None, or all that the context window leaves, is no wish of its own: such a
+                sequence ends when it fills the pool, at the latest.
 
         Raises:
             InvalidRequestError: naming need and limit.
         """
-        if max_tokens is None:
+        if max_tokens is None or num_tokens + max_tokens >= self._engine.context_tokens:
             return
         need, limit = self._engine.blocks_for(num_tokens + max_tokens), self._engine.pool.num_blocks
         if need > limit:

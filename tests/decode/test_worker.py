@@ -185,11 +185,12 @@ def test_a_sequence_without_a_limit_ends_when_it_fills_the_pool() -> None:
         async with serving() as bench:
             decode = await bench.decode(num_blocks=4)
             async with Gateway(decode.address) as gateway:
-                answer = await gateway.ask("alone", prompt_of(6))
+                for options in ({}, {"max_tokens": decode.engine.context_tokens - 6}):
+                    answer = await gateway.ask("alone", prompt_of(6), **options)
 
-                assert answer.tokens == fake_continuation(prompt_of(6), 10)
-                assert answer.finished is not None
-                assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
+                    assert answer.tokens == fake_continuation(prompt_of(6), 10)
+                    assert answer.finished is not None
+                    assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
 
     asyncio.run(main())
 
