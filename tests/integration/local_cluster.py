@@ -1,5 +1,6 @@
 """A whole cluster in one process, without Ray: real gRPC, real transfers, real engines. Starts in a second."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from prefill.worker import PrefillWorker
 HOST = "127.0.0.1"
 MODEL_ID = "tiny"
 HEARTBEAT_S = 0.5
+READY_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ async def local_cluster(
                     DecodeConfig(token_budget=chunk_tokens),
                     transfer,
                     HEARTBEAT_S,
+                    is_colocated=num_prefill == 0,
                 )
             )
             stack.push_async_callback(decode[-1].stop, 5.0)
@@ -82,6 +85,9 @@ async def local_cluster(
                 for worker in workers
             ]
         )
+        async with asyncio.timeout(READY_WITHIN_S):
+            while any(worker.state != "ready" for worker in router.status().workers):
+                await asyncio.sleep(0.01)
         gateway = await GatewayServer.start(
             GatewayConfig(host=HOST, grpc_port=0, http_port=0), model_dir, MODEL_ID, router.address
         )
