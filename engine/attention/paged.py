@@ -17,8 +17,8 @@ from engine.kv_cache import KVCache
 class PagedPool:
     """The pool as rows: row `((block * L + layer) * 2 + k or v) * block_tokens + offset` is one token's `[H * D]`.
 
-    Whole rows are copied, which is what makes gathering cheap (measured on CPU: index_select over rows copies at
-    memcpy speed, indexing of the six-dimensional view does not).
+    Gathering whole rows costs 1.5 times a plain copy; indexing the six-dimensional view 7 times (2,048 tokens of the
+    demo model's 768 bytes, one thread).
     """
 
     def __init__(self, kv: KVCache) -> None:

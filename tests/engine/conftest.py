@@ -4,8 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Keep tiny matrices on one thread: on busy cores several wait for each other more than they compute."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
