@@ -27,6 +27,7 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     # A gateway whose host vanished is noticed in about as long as a missed heartbeat.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
@@ -36,6 +37,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     # A peer whose host vanished in the middle of a call is noticed in two seconds and a half.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 1_500),
+    # Without this one the core waits a minute for the answer to a ping, whatever the keepalive timeout says.
+    ("grpc.http2.ping_timeout_ms", 1_500),
     ("grpc.http2.max_pings_without_data", 0),
     # A worker that is restarted under its old address is found again at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
