@@ -1,0 +1,116 @@
+"""Policies are pure choices; equals are told apart by chance alone."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from cluster.router.policies.policy import Candidate, Policy, Question
+from cluster.router.policies.registry import POLICIES
+from common.config import RouterConfig
+
+
+def candidate(
+    worker_id: str, hit: int = 0, queued: int = 0, sequences: int = 0, tokens: int = 0, both: bool = False
+) -> Candidate:
+    return Candidate(worker_id, both, hit, queued, sequences, tokens)
+
+
+def question(decode: list[Candidate], prefill: list[Candidate] | None = None) -> Question:
+    return Question(num_tokens=100, num_blocks=6, decode=decode, prefill=prefill or [])
+
+
+def choose(policy: str, asked: Question) -> tuple[str, str | None]:
+    choice = POLICIES[policy]().choose(asked, Random(0))
+    return choice.decode.worker_id, None if choice.prefill is None else choice.prefill.worker_id
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> Policy:
+    return POLICIES[request.param]()
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "expected"),
+    [
+        pytest.param(
+            "prefix",
+            question([candidate("d0", hit=2), candidate("d1", hit=3, sequences=9)]),
+            ("d1", None),
+            id="most cached blocks win over load",
+        ),
+        pytest.param(
+            "prefix",
+            question([candidate("d0", hit=2, sequences=2), candidate("d1", hit=2, sequences=1)]),
+            ("d1", None),
+            id="then the least load",
+        ),
+        pytest.param(
+            "prefix",
+            question([candidate("d0")], [candidate("p0", hit=1), candidate("p1", hit=4, queued=900)]),
+            ("d0", "p1"),
+            id="the prefiller is chosen likewise",
+        ),
+        pytest.param(
+            "least_loaded",
+            question(
+                [candidate("d0", hit=6, sequences=1), candidate("d1")],
+                [candidate("p0", queued=5), candidate("p1", queued=4)],
+            ),
+            ("d1", "p1"),
+            id="least loaded ignores caches",
+        ),
+        pytest.param(
+            "least_loaded",
+            question([candidate("d0", sequences=1, tokens=50), candidate("d1", sequences=1, tokens=40)]),
+            ("d1", None),
+            id="equal sequences, fewer tokens",
+        ),
+        pytest.param(
+            "least_loaded",
+            question([candidate("b0", both=True), candidate("d0", sequences=1)], [candidate("p0")]),
+            ("b0", None),
+            id="a colocated worker prefills itself",
+        ),
+    ],
+)
+def test_the_cheapest_is_chosen(name: str, asked: Question, expected: tuple[str, str | None]) -> None:
+    assert choose(name, asked) == expected
+
+
+def test_everybody_has_a_turn() -> None:
+    policy, rng = POLICIES["round_robin"](), Random(3)
+    asked = question([candidate(f"d{i}") for i in range(3)], [candidate("p0"), candidate("p1")])
+
+    choices = [policy.choose(asked, rng) for _ in range(6)]
+
+    decoders = [choice.decode.worker_id for choice in choices]
+    prefillers = [choice.prefill.worker_id for choice in choices if choice.prefill is not None]
+    assert sorted(decoders[:3]) == ["d0", "d1", "d2"]
+    assert decoders[:3] == decoders[3:]
+    assert prefillers[::2] == ["p0"] * 3 or prefillers[::2] == ["p1"] * 3
+
+
+def test_equals_are_chosen_equally_often(policy: Policy) -> None:
+    asked, rng = question([candidate(f"d{i}", hit=1, sequences=1) for i in range(4)]), Random(1)
+
+    counts = Counter(policy.choose(asked, rng).decode.worker_id for _ in range(4000))
+
+    assert set(counts) == {"d0", "d1", "d2", "d3"}
+    assert all(abs(count - 1000) < 100 for count in counts.values())
+
+
+def test_the_same_seed_gives_the_same_choices(policy: Policy) -> None:
+    asked = question([candidate(f"d{i}") for i in range(5)])
+    other = POLICIES[policy.name]()
+
+    first, second = Random(7), Random(7)
+
+    for _ in range(20):
+        assert policy.choose(asked, first) == other.choose(asked, second)
+
+
+def test_the_config_offers_the_policies_that_exist() -> None:
+    for name in POLICIES:
+        assert RouterConfig.model_validate({"policy": name}).policy == name
+        assert POLICIES[name]().name == name
