@@ -121,7 +121,7 @@ def status(addr: Address = _DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
         if as_json:
             sys.stdout.write(json.dumps(state) + "\n")
         else:
-            show.print_status(Console(), state)
+            show.print_status(Console(width=None if sys.stdout.isatty() else 140, highlight=False), state)
 
 
 @app.command()

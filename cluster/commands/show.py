@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -150,7 +151,9 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
         f"{router['reservations']} reservations; gateway: {gateway['running_requests']} running, "
         f"{gateway['requests_total']} requests so far; transports: {', '.join(status['transports']) or 'none used yet'}"
     )
-    table = Table("worker", "role", "node", "state", "free", "used", "kept", "queued tokens", "running")
+    table = Table(box=box.SIMPLE, title="blocks: free, used, kept; queued: tokens", title_justify="left")
+    for heading in ("worker", "role", "node", "state", "free", "used", "kept", "queued", "running"):
+        table.add_column(heading, no_wrap=True)
     for worker in status["workers"]:
         blocks = worker["blocks"]
         cells = (

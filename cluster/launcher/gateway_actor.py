@@ -21,9 +21,9 @@ class HostedGateway:
         """Never return: requests fail one by one; a dead process is seen by its supervisor."""
         await asyncio.Event().wait()
 
-    async def stop(self, drain_timeout_s: float) -> None:  # noqa: ARG002 - HostedService's signature
+    async def stop(self, drain_timeout_s: float) -> None:
         """Take no new requests, finish the running ones for so long at most, close."""
-        await self._server.stop()
+        await self._server.stop(drain_timeout_s)
 
 
 async def open_gateway(

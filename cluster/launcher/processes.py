@@ -67,7 +67,9 @@ def kill_session(session: Path) -> None:
 
 def worker_environment(engine: "EngineConfig") -> dict[str, str]:
     """Return the variables of a worker's process: thread counts, and no calls home. CUDA_VISIBLE_DEVICES is Ray's."""
-    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = control_environment()
+    # ucxx's package sets a variable that libucx does not know, and libucx complains.
+    environment["UCX_WARN_UNUSED_ENV_VARS"] = "n"
     if engine.threads:
         environment |= {name: str(engine.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     return environment

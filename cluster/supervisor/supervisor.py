@@ -5,6 +5,7 @@ process would only move the question of who restarts it; Ctrl-C stops everything
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from common.errors import BatonError
 from common.logs import log
 
 _LOG = logging.getLogger(__name__)
+_WITHDRAW_TIMEOUT_S = 2.0
 # The order of an orderly end: no new requests, then those who work on them, then who places them.
 _STOP_ORDER = ((Role.GATEWAY,), (Role.DECODE, Role.BOTH), (Role.PREFILL,), (Role.ROUTER,))
 
@@ -181,6 +183,8 @@ class Supervisor:
     async def _stop_in_order(self, drain_timeout_s: float) -> None:
         states = {state.member.name: state for state in self.snapshot()}
         for roles in _STOP_ORDER:
+            if Role.DECODE in roles:
+                await self._withdraw_workers(states)
             names = [n for n, s in states.items() if s.member.role in roles and s.phase is Phase.READY]
             outcomes = await asyncio.gather(
                 *(self._processes[name].stop(drain_timeout_s) for name in names), return_exceptions=True
@@ -188,6 +192,16 @@ class Supervisor:
             for name, outcome in zip(names, outcomes, strict=True):
                 if isinstance(outcome, BaseException):
                     log(_LOG, logging.WARNING, f"did not stop in order: {outcome!r}", name=name)
+
+    async def _withdraw_workers(self, states: dict[str, MemberState]) -> None:
+        """Tell the router that no worker is left, so that it does not take their end for a loss."""
+        router = next((s for s in states.values() if s.member.role is Role.ROUTER), None)
+        if router is None or router.phase is not Phase.READY or router.place is None:
+            return
+        self._publisher.publish(Publish(router.place.address, ()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
+                await self._publisher.confirmed()
 
 
 async def _first(*waits: Coroutine[None, None, str]) -> str:

@@ -223,6 +223,18 @@ def test_the_end_comes_in_order_gateway_workers_router() -> None:
     on_stage(scenario)
 
 
+def test_workers_that_are_about_to_stop_are_withdrawn_from_the_router() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.supervisor.wait_ready()
+        stage.supervisor.stop(1.0)
+        await stage.running
+
+        lists = [stage.router.lists.get_nowait() for _ in range(stage.router.lists.qsize())]
+        assert lists[-1] == []
+
+    on_stage(scenario)
+
+
 def test_a_second_stop_does_not_wait_for_the_drain() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.supervisor.wait_ready()
