@@ -14,7 +14,7 @@ def summary_table(summary: Summary, slo: Slo, title: str) -> Table:
     for name in ("", "mean", "p50", "p90", "p99", "max"):
         table.add_column(name, justify="right" if name else "left")
     for name, values in latencies(summary).items():
-        table.add_row(name, *(f"{value * 1000:.1f}" for value in _columns(values)))
+        table.add_row(name, *(f"{value * 1000:.1f}" if values.count else "-" for value in _columns(values)))
     table.add_section()
     for name, text in facts(summary, slo).items():
         table.add_row(name, text)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 from common.errors import ConfigError
-from loadtest.arrivals import ClosedArrival, at_rate
+from loadtest.arrivals import ClosedArrival, TraceArrival, at_rate
 from loadtest.content import Segment, TokenPrompt, content_id
 from loadtest.execute import Plan, finished_run, rate_point
 from loadtest.goodput import GoodputSearch
@@ -29,7 +29,7 @@ class Simulation:
         self._plan = plan
         self._profile = profile
         self._timeline = Timeline()
-        keeps_gaps = plan.sessions_max is not None and plan.sessions_max <= _GAPS_SESSIONS_MAX
+        keeps_gaps = _num_sessions(plan, profile.context_tokens) <= _GAPS_SESSIONS_MAX
         self.cluster = SimulatedCluster(profile, shape, self._timeline, plan.options.seed, keeps_gaps)
         self._num_jobs = 0
 
@@ -137,6 +137,19 @@ def simulated_goodput(plan: Plan, profile: Profile, shape: ClusterShape, search:
             best = run
     assert best is not None
     return replace(best, points=tuple(search.points))
+
+
+def _num_sessions(plan: Plan, window: int) -> float:
+    """Return about how many sessions the plan has."""
+    if plan.sessions_max is not None:
+        return plan.sessions_max
+    if plan.options.duration_s is None:
+        return sum(1 for _ in plan.workload.sessions(plan.options.seed, window))
+    match plan.arrival:
+        case ClosedArrival() | TraceArrival():
+            return _GAPS_SESSIONS_MAX
+        case paced:
+            return paced.rate * plan.options.duration_s
 
 
 def _segments(prompt: object) -> tuple[Segment, ...]:
