@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 
 from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from cluster.gateway.outbox import Outbox
 from cluster.rpc import open_channel
 from common.errors import BatonError, OverloadedError, WorkerLostError
 from common.logs import log
@@ -112,11 +113,11 @@ class DecodeClient:
         """False: it has failed its streams and would never serve another."""
         self._worker_id = worker_id
         self._channel = open_channel(address)
-        self._outbox: asyncio.Queue[worker_pb2.DecodeCommand] = asyncio.Queue(_OUTBOX_MAX)
-        self._outbox.put_nowait(worker_pb2.DecodeCommand(attach=worker_pb2.Attach(gateway_id=gateway_id)))
+        attach = worker_pb2.DecodeCommand(attach=worker_pb2.Attach(gateway_id=gateway_id))
+        self._outbox = Outbox(_OUTBOX_MAX, attach)
         self._streams: dict[str, SequenceStream] = {}
         stub: worker_pb2_grpc.DecodeAsyncStub = worker_pb2_grpc.DecodeStub(self._channel)
-        self._call: Any = stub.Session(self._commands())  # its type is generic in ways that cannot be named
+        self._call: Any = stub.Session(self._outbox)  # its type is generic in ways that cannot be named
 
     def start(self, request: worker_pb2.StartRequest, unread_tokens_max: int) -> SequenceStream:
         """Start a sequence under an id that no other one has."""
@@ -151,6 +152,7 @@ class DecodeClient:
             raise
         finally:
             self._fail_all(reason)
+            self._outbox.close()
             self._call.cancel()
             await self._channel.close(None)
 
@@ -168,14 +170,8 @@ class DecodeClient:
             stream.fail(SessionLostError(f"decode worker {self._worker_id} was lost: {reason}"))
 
     def _send(self, command: worker_pb2.DecodeCommand) -> None:
-        try:
-            self._outbox.put_nowait(command)
-        except asyncio.QueueFull:
+        if not self._outbox.put(command):
             self._call.cancel()  # a worker that does not read is lost; `run` tells the streams
-
-    async def _commands(self) -> AsyncIterator[worker_pb2.DecodeCommand]:
-        while True:
-            yield await self._outbox.get()
 
 
 class DecodeClients:

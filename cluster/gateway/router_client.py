@@ -5,7 +5,7 @@ The session comes back after a router restart by itself, and counts the running 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
+from cluster.gateway.outbox import Outbox
 from cluster.rpc import open_channel
 from common.errors import BatonError, WorkerLostError
 from common.logs import log
@@ -108,7 +109,7 @@ class RouterClient:
         self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)
         self._connected = asyncio.Event()
         self._has_facts = asyncio.Event()
-        self._outbox: asyncio.Queue[router_pb2.RouterCommand] = asyncio.Queue(_OUTBOX_MAX)
+        self._outbox = Outbox[router_pb2.RouterCommand](_OUTBOX_MAX)
         self._call: Any = None  # grpc.aio's call types are generic in ways that cannot be named
         self._answers: dict[str, asyncio.Future[router_pb2.RouterReply]] = {}
         self._live: dict[str, Reservation] = {}
@@ -166,6 +167,8 @@ class RouterClient:
                 await asyncio.sleep(pause_s)  # backoff: a connection that fails cannot be waited for
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
         finally:
+            self._connected.clear()
+            self._outbox.close()
             self._forget_answers()
             if self._call is not None:
                 self._call.cancel()
@@ -175,9 +178,7 @@ class RouterClient:
         """Send a command, if there is a session; the next session begins with all that is still true."""
         if not self._connected.is_set():
             return
-        try:
-            self._outbox.put_nowait(command)
-        except asyncio.QueueFull:
+        if not self._outbox.put(command):
             # A router that does not read is as good as gone: its session ends, and with it all reservations on it.
             self._call.cancel()
 
@@ -226,8 +227,9 @@ class RouterClient:
             raise WorkerLostError(f"{trouble}; waited {self._wait_s:g} s", _RETRY_AFTER_S) from error
 
     async def _open(self) -> None:
-        self._outbox = asyncio.Queue(_OUTBOX_MAX)
-        self._call = self._stub.Session(self._commands(self._outbox), wait_for_ready=True)
+        attach = router_pb2.RouterCommand(attach=router_pb2.RouterAttach(gateway_id=self._gateway_id))
+        self._outbox = Outbox(_OUTBOX_MAX, attach)
+        self._call = self._stub.Session(self._outbox, wait_for_ready=True)
         await self._call.initial_metadata()  # the router sends it when it has attached us
         if self._call.done():
             return  # the first read will say why
@@ -236,13 +238,6 @@ class RouterClient:
             self.send(router_pb2.RouterCommand(hold=reservation.hold()))
         log(_LOG, logging.INFO, "router connected", address=self._address, held=len(self._live))
         await self._on_change(True)
-
-    async def _commands(
-        self, outbox: asyncio.Queue[router_pb2.RouterCommand]
-    ) -> AsyncIterator[router_pb2.RouterCommand]:
-        yield router_pb2.RouterCommand(attach=router_pb2.RouterAttach(gateway_id=self._gateway_id))
-        while True:
-            yield await outbox.get()
 
     async def _read(self) -> None:
         async for reply in self._call:
@@ -255,6 +250,7 @@ class RouterClient:
     async def _lose(self, reason: str) -> None:
         was_connected = self._connected.is_set()
         self._connected.clear()
+        self._outbox.close()
         self._forget_answers()
         if was_connected:
             log(_LOG, logging.WARNING, f"router lost: {reason}", address=self._address)
