@@ -62,7 +62,16 @@ def test_two_runs_are_compared(echo: str, tmp_path: Path) -> None:
 
 
 def test_a_goodput_search_shows_its_rate_and_points(echo: str) -> None:
-    arguments = ["-w", "synthetic:prompt_tokens=8,output_tokens=2", "-n", "3", "--first-rate", "200", "--slo-ttft", "0"]
+    arguments = [
+        "-w",
+        "synthetic:prompt_tokens=8,output_tokens=2",
+        "-n",
+        "3",
+        "--first-rate",
+        "2000",
+        "--slo-ttft",
+        "0",
+    ]
 
     result = CliRunner().invoke(app, ["loadtest", "run", echo, "--find-goodput", *arguments, "--json"])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.chain_hash import chain_hashes
 from common.errors import ConfigError
-from loadtest.content import Segment, TokenPrompt, token_ids
+from loadtest.content import Segment, TokenPrompt, content_id, token_ids
 from loadtest.simulator.events import Timeline
 from loadtest.simulator.names import block_names
 from loadtest.simulator.pool import Lease, SimulatedPool
@@ -19,7 +19,8 @@ from loadtest.simulator.profile import StepCost, load_profile, shipped
 from loadtest.simulator.stretch import Stretch
 
 COST = StepCost(base_s=0.01, token_s=0.001, attention_s=1e-6, sequence_s=0.002, context_s=1e-5)
-PARTS = st.lists(st.builds(Segment, st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=5)
+CONTENTS = st.integers(0, 3).map(lambda number: content_id("test", number))
+PARTS = st.lists(st.builds(Segment, CONTENTS, st.integers(1, 40)), min_size=1, max_size=5)
 
 
 def num_shared(a: Sequence[object], b: Sequence[object]) -> int:
