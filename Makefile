@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
-.PHONY: install serve demo test test-unit test-gpu check fmt proto lock clean
+.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -50,6 +51,9 @@ proto: install
 
 lock: install
 	$(BIN)/python tools/lock.py
+
+bench-router: install
+	$(BIN)/python -m loadtest.bench.router $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
