@@ -202,6 +202,23 @@ def test_a_small_window_slows_but_completes(make_real_pair: MakePair) -> None:
     asyncio.run(test())
 
 
+def test_aborted_pushes_give_their_window_back(make_real_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_real_pair(inflight_bytes_max=2 * BLOCK_BYTES) as pair:
+            for yields in range(12):
+                landing = pair.receiver.grant([1, 2], 0)
+                push = await pair.sender.open_push(landing.ticket)
+                push.announce(0, [1, 2])
+                for _ in range(yields):
+                    await asyncio.sleep(0)
+                await push.abort("over")
+                await landing.abort("over")
+
+            await transfer(pair, [3, 5, 7], [1, 2, 3])
+
+    asyncio.run(test())
+
+
 @asynccontextmanager
 async def silent_receiver(address: transfer_pb2.TransferAddress) -> AsyncIterator[None]:
     """A receiver that shakes hands, accepts every ticket and then never acknowledges anything."""
