@@ -7,6 +7,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -130,25 +131,37 @@ def test_a_request_is_served_across_two_hosts_over_ucx(hosts: Hosts, tmp_path: P
     prompt = [5 + number % 300 for number in range(77)]
     expected = Oracle(model_dir).generate(prompt, 20)
     head = f"{hosts.addresses[0]}:6379"
-    ray_start(hosts, 0, "--head", "--port=6379", "--include-dashboard=false", "--temp-dir=" + str(tmp_path / "r"))
-    ray_start(hosts, 1, f"--address={head}")
-    ready_file = tmp_path / "ready.json"
+    with tempfile.TemporaryDirectory(prefix="bray-", ignore_cleanup_errors=True) as short:  # sockets: 107 bytes at most
+        ray_start(hosts, 0, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={short}")
+        answer, returncode = serve_and_ask(hosts, head, model_dir, prompt, tmp_path / "ready.json")
 
-    serve = hosts.start(
-        0,
-        sys.executable, "-m", "cluster.cli", "serve", "--ready-file", str(ready_file),
-        *(part for setting in (
-            f"ray.address={head}",
-            f"model.source={model_dir}",
-            "engine.backend=reference",
-            "engine.block_tokens=8",
-            "engine.pool_blocks=64",
-            "gateway.grpc_port=0",
-            "gateway.http_port=0",
-            "prefill.ray_resources={host0: 1}",
-            "decode.ray_resources={host1: 1}",
-        ) for part in ("--set", setting)),
-    )  # fmt: skip
+    assert answer["token_ids"] == expected
+    assert answer["transport"] == "ucx"
+    nodes = answer["nodes"]
+    assert isinstance(nodes, dict)
+    assert len(set(nodes.values())) == 2, "the two workers were on two hosts"
+    assert returncode == 0
+
+
+def serve_and_ask(
+    hosts: Hosts, head: str, model_dir: Path, prompt: list[int], ready_file: Path
+) -> tuple[dict[str, object], int]:
+    """Join the second host, serve with one worker on each, ask once; return the answer and how serving ended."""
+    ray_start(hosts, 1, f"--address={head}")
+    settings = [
+        f"ray.address={head}",
+        f"model.source={model_dir}",
+        "engine.backend=reference",
+        "engine.block_tokens=8",
+        "engine.pool_blocks=64",
+        "gateway.grpc_port=0",
+        "gateway.http_port=0",
+        "prefill.ray_resources={host0: 1}",
+        "decode.ray_resources={host1: 1}",
+    ]
+    options = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--ready-file", str(ready_file), *options]
+    serve = hosts.start(0, *command)
     try:
         assert serve.stdout is not None
         said = []
@@ -162,17 +175,12 @@ def test_a_request_is_served_across_two_hosts_over_ucx(hosts: Hosts, tmp_path: P
             "import sys, json, tests.integration.test_namespaces as t;"
             "print(json.dumps(t.ask_from_inside(sys.argv[1], json.loads(sys.argv[2]))))"
         )
-        answer = json.loads(
-            finish(hosts.start(0, sys.executable, "-c", script, address, json.dumps(prompt))).splitlines()[-1]
-        )
+        asked = finish(hosts.start(0, sys.executable, "-c", script, address, json.dumps(prompt)))
+        answer: dict[str, object] = json.loads(asked.splitlines()[-1])
     finally:
         serve.terminate()
         serve.communicate(timeout=START_TIMEOUT_S)
-
-    assert answer["token_ids"] == expected
-    assert answer["transport"] == "ucx"
-    assert len(set(answer["nodes"].values())) == 2, "the two workers were on two hosts"
-    assert serve.returncode == 0
+    return answer, serve.returncode
 
 
 def ask_from_inside(address: str, prompt: list[int]) -> dict[str, object]:
