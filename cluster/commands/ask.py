@@ -16,9 +16,9 @@ _LONG_TEXT = (
     "records every ship that passed, every storm, and every bird that struck the glass. "
 )
 QUESTIONS = (
-    "What is the capital of France?",
+    "Why is the sky blue?",
     f"{_LONG_TEXT * 12}\n\nWhen was the lighthouse built, and by whom?",
-    "Write a short poem about a relay race.",
+    "Explain what a relay race is in two sentences.",
 )
 DEMO_MAX_TOKENS = 64
 _SHOWN_MAX = 120

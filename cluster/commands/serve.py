@@ -173,7 +173,7 @@ class _Serving:
         hint = "" if self._config.gateway.grpc_port == 50051 else f" --addr {address}"
         self._report.close()
         self._report.say(f"{READY_WORD} after {seconds:.1f} s: {model.model_id} on grpc://{address}")
-        self._report.say(f'try: {_command()} generate{hint} "What is the capital of France?"')
+        self._report.say(f'try: {_command()} generate{hint} "Why is the sky blue?"')
 
     def _write_ready_file(self, states: list[MemberState]) -> None:
         if self._ready_file is None:
