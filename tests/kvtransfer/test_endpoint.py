@@ -1,6 +1,7 @@
 """Which transport is taken, what happens when peers restart, stall or lie, and that nothing leaks."""
 
 import asyncio
+import gc
 import random
 import socket
 import struct
@@ -173,6 +174,7 @@ def test_connecting_and_closing_over_and_over_leaves_no_descriptor(make_real_pai
         async with asyncio.timeout(60), make_real_pair() as pair:
             transport = "shm" if pair.receiver.address.shm_path else "ucx"
             config = TransferConfig.model_validate({"transport": transport})
+            gc.collect()  # pools of earlier tests
             counts = []
             for cycle in range(100 if transport == "shm" else 20):  # UCX takes 100 ms to start and connect
                 sender = await TransferEndpoint.start(f"sender-{cycle % 3}", "127.0.0.1", pair.source, config)
