@@ -1,6 +1,7 @@
 """The router as a gRPC service: gateways' sessions in, the workers' reports in, placements out."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable
 from random import Random
@@ -23,6 +24,8 @@ from common.status import rpc_errors_to_status
 
 _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 0.2
+_SETTLE_S = 2.0
+"""How long a router that has just started lets gateways wait until it knows its workers."""
 
 # N802: the protocol's names.
 # ruff: noqa: N802
@@ -40,6 +43,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._watchers: dict[str, Watcher] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._told: router_pb2.ClusterFacts | None = None
+        self._settled = asyncio.Event()
+        """Set once the list of workers has come and each of them has been tried."""
 
     # The stubs know generators only; with `context.write` the end of the call is seen here, in `finally`.
     async def Session(  # type: ignore[override]
@@ -48,6 +53,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Serve one gateway until it leaves, then release what it reserved."""
         async with rpc_errors_to_status(context):
             gateway_id = await _attach(request_iterator)
+            await self._settle()
             await context.send_initial_metadata(())  # tells the gateway that it is attached
             session = GatewaySession(self._router)
             self._sessions.add(session)
@@ -95,10 +101,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         for task in ended:
             task.cancel()
         for info in new:
-            watcher = Watcher(info, self._router, self._heartbeat_s, self._tell_facts)
+            watcher = Watcher(info, self._router, self._heartbeat_s, self._changed)
             self._watchers[info.worker_id] = watcher
             self._tasks[info.worker_id] = asyncio.create_task(watcher.run(), name=f"watch {info.worker_id}")
-        self._tell_facts()
+        self._changed()
         await asyncio.gather(*ended, return_exceptions=True)
 
     def status(self) -> router_pb2.RouterStatus:
@@ -119,6 +125,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def close(self) -> None:
         """Stop following workers."""
         await self.set_workers([])
+
+    async def _settle(self) -> None:
+        """Wait until a placement has a chance: after a restart the first requests must not find nobody."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLE_S):
+                await self._settled.wait()
+
+    def _changed(self) -> None:
+        """Take note that a worker's state, or the list of them, has changed."""
+        if all(watcher.was_tried for watcher in self._watchers.values()):
+            self._settled.set()
+        self._tell_facts()
 
     def _tell_facts(self) -> None:
         """Tell the gateways when what the workers agree on has changed. While nobody is left, the old facts stand."""

@@ -39,6 +39,8 @@ class Watcher:
         self.load: worker_pb2.LoadReport | None = None
         """The last report of a worker that is not lost."""
         self.handshake: worker_pb2.HandshakeReply | None = None
+        self.was_tried = False
+        """Whether it is known how the worker fares: it has reported, or failed to."""
         self._info = info
         self._router = router
         self._heartbeat_s = heartbeat_s
@@ -59,6 +61,7 @@ class Watcher:
                 self._router.lose(self._info.worker_id, error.message)
                 self._say(logging.WARNING, f"lost: {error.message}")
             self.load = self.handshake = None
+            self.was_tried = True
             self._on_change()
             await asyncio.sleep(self._pause_s)  # backoff, not polling: a connection that fails cannot be waited for
             self._pause_s = min(2 * self._pause_s, _RETRY_MAX_S)
@@ -121,7 +124,7 @@ class Watcher:
         for event in report.events:
             if not index.apply(worker_id, event.number, event.stored, event.hashes):
                 raise _Gap(f"cache event {event.number} does not follow the one before it")
-        is_first = self.load is None
+        is_first, self.was_tried = self.load is None, True
         self.load = report.load
         self._router.report(worker_id, load_from_pb(report.load))
         if is_first:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,12 @@ class FakeCluster:
     async def all_ready(self) -> None:
         await until(lambda: set(self.states().values()) == {"ready"}, "workers are not ready")
 
+    async def reconnect(self) -> None:
+        """Talk to the gateway that is there now."""
+        await self.channel.close(None)
+        self.channel = grpc.aio.insecure_channel(self.gateway.grpc_address)
+        self.stub, self.admin = inference_pb2_grpc.InferenceStub(self.channel), admin_pb2_grpc.AdminStub(self.channel)
+
     async def set_workers(self) -> None:
         await self.router.set_workers([address_of(worker) for worker in self.workers.values()])
 
@@ -170,34 +176,34 @@ async def fake_cluster(
     **gateway: Any,
 ) -> AsyncIterator[FakeCluster]:
     """Start everything; at the end no request, reservation or sequence may be left."""
-    async with AsyncExitStack() as stack:
-        workers = {}
-        for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode), (BOTH, "b", num_both)):
-            for number in range(count):
-                worker = await FakeWorker.start(f"{name}{number}", role, model)
-                workers[worker.worker_id] = worker
-        router = await RouterServer.start(HOST, 0, RouterConfig.model_validate({"policy": policy}), HEARTBEAT_S)
-        config = GatewayConfig(host=HOST, grpc_port=0, **gateway)
-        server = await GatewayServer.start(config, model_dir, "fake", router.address)
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.grpc_address))
-        cluster = FakeCluster(
-            router,
-            server,
-            workers,
-            channel,
-            inference_pb2_grpc.InferenceStub(channel),
-            admin_pb2_grpc.AdminStub(channel),
-        )
-        try:
-            await cluster.set_workers()
-            await cluster.all_ready()
-            yield cluster
-            await until(lambda: cluster.router.status().reservations == 0, "reservations are left")
-            await until(lambda: not any(worker.num_running for worker in workers.values()), "sequences are left")
-            gateway_status = (await cluster.status()).gateway
-            assert (gateway_status.running_requests, gateway_status.queued_requests) == (0, 0)
-        finally:
-            await server.stop()
-            await cluster.router.stop()
-            for worker in cluster.workers.values():
-                await worker.stop()
+    workers = {}
+    for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode), (BOTH, "b", num_both)):
+        for number in range(count):
+            worker = await FakeWorker.start(f"{name}{number}", role, model)
+            workers[worker.worker_id] = worker
+    router = await RouterServer.start(HOST, 0, RouterConfig.model_validate({"policy": policy}), HEARTBEAT_S)
+    config = GatewayConfig(host=HOST, grpc_port=0, **gateway)
+    server = await GatewayServer.start(config, model_dir, "fake", router.address)
+    channel = grpc.aio.insecure_channel(server.grpc_address)
+    cluster = FakeCluster(
+        router,
+        server,
+        workers,
+        channel,
+        inference_pb2_grpc.InferenceStub(channel),
+        admin_pb2_grpc.AdminStub(channel),
+    )
+    try:
+        await cluster.set_workers()
+        await cluster.all_ready()
+        yield cluster
+        await until(lambda: cluster.router.status().reservations == 0, "reservations are left")
+        await until(lambda: not any(w.num_running for w in cluster.workers.values()), "sequences are left")
+        gateway_status = (await cluster.status()).gateway
+        assert (gateway_status.running_requests, gateway_status.queued_requests) == (0, 0)
+    finally:
+        await cluster.channel.close(None)
+        await cluster.gateway.stop()
+        await cluster.router.stop()
+        for worker in cluster.workers.values():
+            await worker.stop()

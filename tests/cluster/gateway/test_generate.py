@@ -76,7 +76,7 @@ def test_the_worker_gets_ids_seed_and_length_but_no_text(model_dir: Path) -> Non
             assert first.timeout_s == 0
             assert first.prefill.worker_id == "p0"
             assert (second.sampling.seed, second.sampling.max_tokens) == (9, 1)
-            assert 0 < second.timeout_s <= 10
+            assert 0 < second.timeout_s < 11  # gRPC rounds up
             assert first.request_id != second.request_id
 
     run(scenario())
