@@ -159,6 +159,9 @@ class FrameConnection:
             self._parse()
         except BatonError as error:
             self._lose(error)
+        except Exception:  # a bug of ours: the loop reports it, and the peer is not left waiting for an answer
+            self._lose(FrameError("a frame could not be handled"))
+            raise
 
     def _parse(self) -> None:
         """Hand out all complete frames."""
