@@ -23,6 +23,11 @@ class Reaper:
             [sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
         )
 
+    @property
+    def pid(self) -> int:
+        """Of the reaper process."""
+        return self._process.pid
+
     def reap(self) -> None:
         """Have it clean up now, and wait for it.
 
