@@ -141,7 +141,8 @@ def demo(
             return
         from cluster.testing import RunningCluster
 
-        with RunningCluster(*settings, config=config, echo=True, start_timeout_s=900.0) as cluster:
+        quiet = [] if config is not None else ["log_level=WARNING"]  # between the answers, the log is in the way
+        with RunningCluster(*quiet, *settings, config=config, echo=True, start_timeout_s=900.0) as cluster:
             ask.demo(cluster.address)
 
 

@@ -214,6 +214,8 @@ def _address_of(states: list[MemberState], role: Role) -> str | None:
 def _command() -> str:
     """Return how this program was called, so that a line with it can be pasted."""
     path = Path(sys.argv[0]).absolute()
+    if path.suffix == ".py":
+        return "baton"
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
