@@ -96,6 +96,12 @@ def test_a_special_token_does_not_take_the_next_words_space() -> None:
     assert out == "w0 w1"
 
 
+def test_a_token_without_text_does_not_take_the_next_words_space() -> None:
+    decoder = WindowDecoder(lambda ids: fallback_decode([i for i in ids if i != 999]), lambda token_id: False)
+
+    assert decoder.push([256]) + decoder.push([999]) + decoder.push([257]) == "w0 w1"
+
+
 def test_bytes_that_never_become_a_character_are_let_go_in_linear_time() -> None:
     calls = 0
 

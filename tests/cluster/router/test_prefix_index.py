@@ -76,9 +76,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.forget(worker)
         self.known[worker], self.follows[worker] = set(), False
 
-    @rule(worker=workers, prompt=prompts)
-    def match(self, worker: str, prompt: list[int]) -> None:
-        chain = chain_hashes(prompt, BLOCK)
+    @rule(worker=workers, data=st.data(), more=prompts)
+    def match(self, worker: str, data: st.DataObject, more: list[int]) -> None:
+        known = data.draw(st.sampled_from(self.chains))
+        chain = known[: data.draw(st.integers(0, len(known)))] + chain_hashes(more, BLOCK)
         longest = 0
         while longest < len(chain) and chain[longest] in self.known[worker]:
             longest += 1
@@ -117,6 +118,15 @@ def test_a_gap_keeps_what_is_known_and_refuses_the_rest_until_a_snapshot() -> No
     index.replace("w", [b"c"])
     assert index.apply("w", 30, True, [b"d"])
     assert index.match("w", [b"c", b"d"]) == 2
+
+
+def test_every_length_of_a_held_prefix_is_found() -> None:
+    chain = chain_hashes(range(6), 1)
+
+    for held in range(7):
+        index = PrefixIndex()
+        index.replace("w", chain[:held])
+        assert [index.match("w", chain[:asked]) for asked in range(7)] == [min(held, asked) for asked in range(7)]
 
 
 def test_a_match_looks_at_few_hashes_of_a_long_chain() -> None:

@@ -162,6 +162,26 @@ def test_nobody_to_place_on_is_answered_at_once_with_a_time_to_retry() -> None:
     run(scenario())
 
 
+def test_a_router_that_has_just_started_answers_when_it_knows_its_workers() -> None:
+    async def scenario() -> None:
+        worker = await FakeWorker.start("d0", DECODE)
+        router = await RouterServer.start(HOST, 0, RouterConfig(), HEARTBEAT_S)
+        try:
+            gateway = Gateway(router)
+            asked = asyncio.create_task(gateway.place("a"))
+            await until(lambda: gateway.commands.empty(), "not sent")
+
+            await router.set_workers([address_of(worker)])
+
+            assert (await asked).placement.decode_worker_id == "d0"
+            await gateway.close()
+        finally:
+            await router.stop()
+            await worker.stop()
+
+    run(scenario())
+
+
 def test_events_decide_where_a_prefix_is() -> None:
     async def scenario() -> None:
         holder, other = await FakeWorker.start("d0", DECODE), await FakeWorker.start("d1", DECODE)
