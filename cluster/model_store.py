@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import zipfile
@@ -26,6 +27,7 @@ _FACTS = "baton-model.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*")
 _LOCK_PAUSE_S = 0.2
+_END_TIMEOUT_S = 10.0
 
 Progress = Callable[[str, float | None], None]
 """Called with what is being done, and the fraction done (None: unknown)."""
@@ -236,5 +238,14 @@ async def _run(arguments: tuple[str, ...], complaint: str, on_line: Callable[[st
     finally:
         errors.cancel()
         if process.returncode is None:
-            process.kill()
-            await process.wait()
+            await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Interrupt a subprocess, so that it takes away what it has half done; kill it if it does not end."""
+    process.send_signal(signal.SIGINT)
+    try:
+        await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
