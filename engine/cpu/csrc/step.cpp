@@ -29,6 +29,7 @@ struct Plan {
     std::vector<i64> parts;    // of each segment: 0 for a prompt
     std::vector<i64> partial;  // of each segment: first float of its parts
     i64 partial_floats = 0;
+    i64 grain = 1;  // work items taken at a time
 };
 
 class Model {
@@ -133,14 +134,15 @@ class Model {
             plan.partial[i] = plan.partial_floats;
             for (i64 begin = first_key(end - 1, window); begin < end;) {
                 const i64 stop = std::min(end, (begin / kPart + 1) * kPart);
-                for (i64 head = 0; head < desc_.kv_heads; head++) {
-                    plan.work.push_back({int32_t(i), int32_t(head), int32_t(begin), int32_t(stop - begin), plan.partial_floats});
-                    plan.partial_floats += shape_.part_floats();
-                }
+                plan.work.push_back({int32_t(i), 0, int32_t(begin), int32_t(stop - begin), plan.partial_floats});
+                plan.partial_floats += shape_.part_floats();
                 plan.parts[i]++;
                 begin = stop;
             }
         }
+        // Neighbouring parts of one sequence prefetch each other; tiles are long enough alone.
+        if (plan.partial_floats == i64(plan.work.size()) * shape_.part_floats())
+            plan.grain = std::clamp<i64>(i64(plan.work.size()) / (4 * team_.size()), 1, 8);
         return plan;
     }
 
@@ -254,14 +256,14 @@ class Model {
     void attend(const StepDesc& s, const LayerDesc& layer, const LayerView<T>& view) {
         const Plan& plan = plan_of(layer.window);
         const i64 dim = desc_.head_dim, width = qkv_width(), group = shape_.group();
-        team_.share(i64(plan.work.size()), 1, [&](i64 begin, i64 end) {
+        team_.share(i64(plan.work.size()), plan.grain, [&](i64 begin, i64 end) {
             for (i64 i = begin; i < end; i++) {
                 const Work& work = plan.work[i];
                 const Segment& segment = segments(s)[work.segment];
                 const int32_t* table = s.block_tables + work.segment * s.table_width;
                 if (work.partial >= 0) {
-                    decode_part(shape_, view, table, qkv_.data() + segment.first_row * width, work.head, work.first,
-                                work.first + work.count, partial_.data() + work.partial);
+                    decode_part(shape_, view, table, qkv_.data() + segment.first_row * width, work.first,
+                                work.first + work.count, segment.num_context + 1, partial_.data() + work.partial);
                     continue;
                 }
                 const i64 row = segment.first_row + work.first;
