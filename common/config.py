@@ -100,8 +100,8 @@ class TransferConfig(Node):
     checksum: bool = True
     """Verify the bytes of every piece before they are believed."""
     lease_s: Seconds = 10.0
-    """A receiver keeps a landing so long without progress; a sender gives up after half of it. Dead and frozen peers are
-    found sooner, by the end of their connection or by missed pings."""
+    """A receiver keeps a landing so long without progress; a sender gives up after half of it. Dead and frozen peers
+    are found sooner, by the end of their connection or by missed pings."""
     connect_timeout_s: Seconds = 5.0
     """Longest wait for a peer to answer a connection."""
     inflight_bytes_max: Positive = 64 * 1024 * 1024
