@@ -19,8 +19,8 @@ _LOG = logging.getLogger(__name__)
 _DECODERS = (Role.DECODE, Role.BOTH)
 RETRY_AFTER_S = 1.0
 """A worker that died is replaced, or noticed to live, in about this time at best."""
-_SILENT_PLACEMENTS = 16
-"""Placements with at least one full block after which a worker that still has announced none is suspicious."""
+_SILENT_ENDS = 16
+"""Ended requests with at least one full block after which a worker that still has announced none is suspicious."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,19 @@ class Reservation:
         if self._is_released:
             return
         self._is_released = True
+        was_prefilled = self._is_prefilled
         self.first_token()
         self._decode.reservations -= 1
         self._decode.num_tokens -= self._tokens.held
-        self._router.released(self)
+        self._router.released(self, self._tokens.blocks if was_prefilled else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     queued: int
     held: int
+    blocks: int = 0
+    """Full blocks of the prompt, which somebody must have cached at the end."""
 
 
 class Router:
@@ -149,7 +152,6 @@ class Router:
             choice.reason,
         )
         self.placements_total += 1
-        self._watch_silence(prefill or decode, len(request.hashes))
         return self._reserve(placement, decode, prefill, request)
 
     def hold(
@@ -171,9 +173,12 @@ class Router:
         self.counters["holds_total"] += 1
         return reservation
 
-    def released(self, reservation: Reservation) -> None:
-        """Forget a reservation; it calls this itself."""
+    def released(self, reservation: Reservation, num_blocks: int) -> None:
+        """Forget a reservation, whose end left `num_blocks` cached; it calls this itself."""
         self._reservations.discard(reservation)
+        placement = reservation.placement
+        if placement is not None and num_blocks:
+            self._watch_silence((placement.prefill or placement.decode).worker_id)
 
     @property
     def num_reservations(self) -> int:
@@ -279,7 +284,7 @@ class Router:
         assert decode.facts is not None
         hits = placement.decode_hit_blocks if prefill is None else placement.prefill_hit_blocks
         queued = max(0, request.num_tokens - hits * decode.facts.block_tokens)
-        tokens = _Tokens(queued, request.num_tokens + request.max_output_tokens)
+        tokens = _Tokens(queued, request.num_tokens + request.max_output_tokens, len(request.hashes))
         account = None if prefill is None else prefill.account
         reservation = Reservation(self, placement, decode.account, account, tokens)
         self._reservations.add(reservation)
@@ -303,14 +308,13 @@ class Router:
                 request_id=request.request_id,
             )
 
-    def _watch_silence(self, worker: Worker, num_blocks: int) -> None:
+    def _watch_silence(self, worker_id: str) -> None:
         """Say so when a worker that must have cached something has never announced it: its hits would always be 0."""
-        worker_id = worker.info.worker_id
-        if num_blocks == 0 or self.index.num_blocks_of(worker_id):
+        if self.index.num_blocks_of(worker_id):
             self._silent.pop(worker_id, None)
             return
         self._silent[worker_id] += 1
-        if self._silent[worker_id] == _SILENT_PLACEMENTS:
+        if self._silent[worker_id] == _SILENT_ENDS:
             self.counters["silent_cache"] += 1
             log(_LOG, logging.WARNING, "announces no cached block: placed as if it had none", worker_id=worker_id)
 
