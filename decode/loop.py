@@ -100,8 +100,14 @@ class DecodeLoop:
             self._counters["refused_total"] += 1
             session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, error=error_to_pb(error)))
 
-    def cancel(self, session: GatewaySession, request_id: str) -> None:
-        """End a stream without further output; an unknown id is answered with an error."""
+    def cancel(self, session: GatewaySession, request_id: str, wants_summary: bool = False) -> None:
+        """End a stream without further tokens; an unknown id is answered with an error.
+
+        Args:
+            session: the stream's.
+            request_id: the stream's.
+            wants_summary: whether the gateway waits for the figures of the sequence (it found a stop string).
+        """
         stream = session.streams.get(request_id)
         if stream is None:
             error = NotFoundError(f"no sequence {request_id!r} in this session")
@@ -110,6 +116,9 @@ class DecodeLoop:
         self._counters["cancelled_total"] += 1
         self._end(stream)
         session.forget(request_id)
+        if wants_summary:
+            finished = stream.finished_pb(common_pb2.FINISH_REASON_CANCELLED)
+            session.emit(worker_pb2.SequenceOutput(request_id=request_id, finished=finished))
 
     # What the step runner asks for.
 

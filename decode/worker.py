@@ -63,7 +63,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 case "start":
                     self._loop.start(session, command.start)
                 case "cancel":
-                    self._loop.cancel(session, command.cancel.request_id)
+                    cancel = command.cancel
+                    self._loop.cancel(session, cancel.request_id, cancel.wants_summary)
                 case "attach":
                     raise InvalidRequestError(f"gateway {session.gateway_id} is attached already")
                 case None:

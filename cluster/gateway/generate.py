@@ -73,7 +73,7 @@ class Generator:
         Raises:
             InvalidRequestError, NotFoundError: the request is wrong, see request.py.
             OverloadedError: no room; has retry_after_s.
-            WorkerLostError: no worker, or the worker was lost after the first token.
+            WorkerLostError: no worker, or every one that was tried was lost.
             BatonError: what a worker answered.
         """
         received_s = self._clock.now()
@@ -110,7 +110,10 @@ class Generator:
     async def _serve(
         self, prepared: _Prepared, progress: Progress, deadline_s: float | None
     ) -> AsyncGenerator[Delta, None]:
-        """Place the request and relay its tokens; place it anew while a worker fails it before its first token."""
+        """Place the request and relay its tokens; when a worker fails it, place it anew with the tokens it has so far.
+
+        The client sees a pause: draws, penalties, stop rules and text go on as functions of the tokens alone.
+        """
         failures = Failures()
         for attempt in range(1 + self._config.retries_max):
             reservation = await self._place(prepared, progress, failures)
@@ -120,7 +123,7 @@ class Generator:
                         yield delta
                 return
             except (WorkerLostError, OverloadedError) as error:
-                if progress.token_ids or attempt == self._config.retries_max:
+                if attempt == self._config.retries_max:
                     raise
                 failures.add(error, reservation.placement)
                 self._counts.retried(prepared.request.request_id, failures.excluded, error)

@@ -94,7 +94,10 @@ class Progress:
             reason=reason,
             stop=self._detokenizer.stopped or "",
             usage=common_pb2.Usage(
-                prompt_tokens=len(self.prompt), output_tokens=len(self.token_ids), cached_tokens=summary.cached_tokens
+                prompt_tokens=len(self.prompt),
+                output_tokens=len(self.token_ids),
+                # A sequence that moved may have found its own output cached.
+                cached_tokens=min(summary.cached_tokens, len(self.prompt)),
             ),
             timing=self._timing(summary),
             placement=common_pb2.Placement(
