@@ -194,6 +194,9 @@ def _write(target: Path, folder: Path, architecture: Architecture, format_: Form
                 _write_matrix(writer, plan, checkpoint, gguf, format_)
             writer.finish()
             stream.flush()
+            # What earlier sources or code left; a worker that has it mapped keeps it.
+            for stale in folder.glob(f".packed-{format_.name.lower()}-*.bin"):
+                stale.unlink(missing_ok=True)
             Path(stream.name).replace(target)
         except BaseException:
             Path(stream.name).unlink(missing_ok=True)
@@ -251,6 +254,7 @@ def _fingerprint(folder: Path, format_: Format) -> str:
     """Names the sources as they are now and the code that packs them."""
     here = Path(__file__).parent
     key = hashlib.sha256((here / "packing.py").read_bytes() + (here / "weights.py").read_bytes())
+    key.update(str(folder.resolve()).encode())
     files = [folder / "config.json", *safetensors_files(folder)]
     if format_ is not Format.FP32:
         files.append(folder / GGUF_NAME)
