@@ -15,9 +15,9 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
-from cluster.rpc import bind, open_channel, server_options
 from common.chain_hash import probe
 from common.errors import BatonError
+from common.rpc import bind, open_channel, server_options
 from common.status import error_from_rpc, error_to_pb, rpc_errors_to_status
 
 _Context = grpc.aio.ServicerContext[Any, Any]

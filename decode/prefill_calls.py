@@ -9,8 +9,8 @@ import grpc
 
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.errors import BatonError
+from common.rpc import open_channel
 from common.status import error_from_rpc
-from engine.rpc_server import CHANNEL_OPTIONS
 
 CHANNELS_MAX = 256
 """Idle channels beyond which the longest unused one is closed."""
@@ -96,7 +96,7 @@ class PrefillCalls:
     def _take(self, address: str) -> _Line:
         line = self._lines.pop(address, None)
         if line is None:
-            line = _Line(grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS)))
+            line = _Line(open_channel(address))
             idle = [other for other, used in self._lines.items() if not used.num_calls]
             if len(self._lines) >= CHANNELS_MAX and idle:
                 self._drop(idle[0])

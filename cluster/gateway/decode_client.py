@@ -10,9 +10,9 @@ import grpc.aio
 
 from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.gateway.outbox import Outbox
-from cluster.rpc import open_channel
 from common.errors import BatonError, OverloadedError, WorkerLostError
 from common.logs import log
+from common.rpc import open_channel
 from common.status import error_from_pb, error_from_rpc
 
 _LOG = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import grpc.aio
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster.gateway.outbox import Outbox
-from cluster.rpc import open_channel
 from common.errors import BatonError, WorkerLostError
 from common.logs import log
+from common.rpc import open_channel
 from common.status import error_from_pb, error_from_rpc, typed_rpc_errors
 
 _LOG = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from cluster.gateway.inference import InferenceService
 from cluster.gateway.malformed import MalformedInterceptor
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
-from cluster.rpc import Health, bind, server_options
 from common.clock import MonotonicClock
 from common.config import GatewayConfig
 from common.logs import log
 from common.model_facts import ModelFacts
+from common.rpc import Health, bind, server_options
 from common.text import Text
 
 _LOG = logging.getLogger(__name__)

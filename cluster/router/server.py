@@ -16,10 +16,10 @@ from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
 from cluster.router.session import GatewaySession
 from cluster.router.watcher import Watcher
-from cluster.rpc import Health, bind, server_options
 from common.config import RouterConfig
 from common.errors import InvalidRequestError
 from common.logs import log
+from common.rpc import Health, bind, server_options
 from common.status import rpc_errors_to_status
 
 _LOG = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from cluster.router.messages import facts_from_pb, load_from_pb, role_from_pb
 from cluster.router.router import Router
 from cluster.router.worker_table import WorkerInfo
-from cluster.rpc import open_channel
 from common.chain_hash import probe
 from common.errors import BatonError, MismatchError, WorkerLostError
 from common.logs import log
+from common.rpc import open_channel
 from common.status import error_from_rpc
 
 _LOG = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.chain_hash import probe
 from common.errors import DeadlineError
+from common.rpc import open_channel
 from engine.fake import FakeEngine
-from engine.rpc_server import CHANNEL_OPTIONS, RpcServer, deadline
+from engine.rpc_server import RpcServer, deadline
 from engine.service import Identity, LoopLoad, WorkerService
 from kvtransfer.fake import FakeNetwork
 
@@ -106,7 +107,7 @@ async def serving(heartbeat_s: float = 5.0, num_blocks: int = 8) -> AsyncIterato
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.server)
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(server.address, options=list(CHANNEL_OPTIONS)) as channel:
+        async with open_channel(server.address) as channel:
             yield Bench(engine, loop, service, channel)
     finally:
         await server.stop(0.0)

@@ -11,8 +11,8 @@ import pytest
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster.gateway.router_client import RouterClient, Wanted
-from cluster.rpc import bind
 from common.errors import OverloadedError, WorkerLostError
+from common.rpc import bind
 from common.status import error_to_pb
 from tests.cluster.fake_cluster import HOST, run, until
 

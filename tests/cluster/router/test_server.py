@@ -12,10 +12,10 @@ import pytest
 from baton_pb.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from cluster.fake_worker import FakeModel, FakeWorker
 from cluster.router.server import RouterServer
-from cluster.rpc import open_channel
 from common.chain_hash import chain_hashes
 from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequestError, WorkerLostError
+from common.rpc import open_channel
 from common.status import error_from_pb, typed_rpc_errors
 from tests.cluster.fake_cluster import BOTH, DECODE, HEARTBEAT_S, HOST, PREFILL, address_of, run, until
 

@@ -1,4 +1,4 @@
-"""gRPC settings of the control plane: servers that several gateways share, channels that notice a lost peer."""
+"""gRPC settings of all our processes: servers that do not mind quiet streams, channels that notice a lost peer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,8 +28,9 @@ def server_options(message_bytes_max: int = MESSAGE_BYTES_MAX) -> Options:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         # A client whose host vanished is noticed.
-        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
@@ -42,6 +43,8 @@ def channel_options() -> Options:
         # A peer whose host vanished in the middle of a stream is noticed in two seconds and a half.
         ("grpc.keepalive_time_ms", 1_000),
         ("grpc.keepalive_timeout_ms", 1_500),
+        # Without this one the core waits a minute for the answer to a ping, whatever the keepalive timeout says.
+        ("grpc.http2.ping_timeout_ms", 1_500),
         ("grpc.http2.max_pings_without_data", 0),
         # A process that is restarted under its old address is found again at once.
         ("grpc.initial_reconnect_backoff_ms", 100),
