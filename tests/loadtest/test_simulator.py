@@ -1,5 +1,7 @@
 """A simulation is the same each time, leaves nothing behind, and its times follow from the cost model."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,6 +147,29 @@ def test_nobody_is_overtaken_forever_by_shorter_prompts() -> None:
     summary = summarize(records(what), SLO)
 
     assert summary.completed == 120
+
+
+def test_a_request_leaves_no_trace_in_the_times_of_the_next() -> None:
+    first, second = records(plan("synthetic:prompt_tokens=500,output_tokens=5", "constant:rate=0.1", 2))
+
+    assert second.gaps_s == pytest.approx(first.gaps_s)
+
+
+def test_a_prompt_that_waits_for_blocks_lets_admitted_ones_go_on_and_is_not_overtaken_by_smaller_ones(
+    tmp_path: Path,
+) -> None:
+    # The first takes 250 of 260 blocks; the second, shorter and so first in rank, needs 19; the third would fit.
+    trace = tmp_path / "trace.csv"
+    rows = ["16.0,4000,1", "16.5,300,1", "19.0,80,1"]
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"2023-11-16 18:15:{row}" for row in rows)]
+    trace.write_text("\n".join(lines))
+    profile = PROFILE.model_copy(update={"pool_blocks": 260})
+    shape = ClusterShape(prefill=1, decode=3, policy="round_robin")
+
+    ended = records(plan(f"azure:path={trace}", "trace", 3), shape, profile)
+
+    assert [record.session for record in sorted(ended, key=lambda r: r.first_token_s or 0.0)] == [0, 1, 2]
+    assert all(record.error is None for record in ended)
 
 
 def test_goodput_falls_between_a_rate_that_held_and_one_that_did_not() -> None:
