@@ -25,10 +25,11 @@ from decode.prefill_calls import PrefillCalls
 from decode.scheduler import DecodeScheduler, PlannedChunk
 from decode.session import GatewaySession
 from decode.stream import Phase, TokenStream, token_pb
-from engine.engine import Engine, ScheduledChunk, TokenOutput
+from engine.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.service import LoopLoad
+from engine.step import ScheduledChunk, TokenOutput
 from engine.step_runner import StepRunner, Work
 from kvtransfer.interface import Endpoint, LandingReport
 

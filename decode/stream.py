@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton_pb.v1 import common_pb2, worker_pb2
-from engine.engine import TokenOutput
 from engine.sequence import Sequence
+from engine.step import TokenOutput
 
 
 class StreamSession(Protocol):

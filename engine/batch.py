@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.engine import ScheduledChunk
+from engine.step import ScheduledChunk
 
 
 class Segment(NamedTuple):

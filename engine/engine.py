@@ -5,7 +5,7 @@ Imports no torch by itself; `Engine.load` brings it in.
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from baton_pb.v1 import common_pb2
 from common.config import EngineConfig
@@ -14,37 +14,10 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import Limits, ScheduledChunk, TokenOutput
 from kvtransfer.layout import BlockLayout
 
 FinishReason = common_pb2.FinishReason
-
-
-class ScheduledChunk(NamedTuple):
-    """The next `num_tokens` tokens of a sequence after its num_computed; one for a decode."""
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def reaches_end(self) -> bool:
-        """Whether the chunk ends with the sequence's last token, so that a token is sampled after it."""
-        return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
-
-
-class TokenOutput(NamedTuple):
-    """One sampled token. `logprob` and `top` (token id, logprob; most likely first) are set when asked for."""
-
-    token_id: int
-    logprob: float | None
-    top: list[tuple[int, float]]
-
-
-class Limits(NamedTuple):
-    """What bounds a sequence on this engine."""
-
-    context_tokens: int
-    vocab_tokens: int
-    eos_token_ids: frozenset[int]
 
 
 class Runner(Protocol):

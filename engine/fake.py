@@ -11,9 +11,10 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.engine import Engine, Limits, ScheduledChunk, TokenOutput
+from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.sequence import Sequence
+from engine.step import Limits, ScheduledChunk, TokenOutput
 from kvtransfer.layout import BlockLayout
 
 NUM_LAYERS = 2

@@ -8,9 +8,9 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import log
 from engine.backend import BackendFacts, load_backend
-from engine.engine import Limits
 from engine.kv_cache import KVCache, blocks_within
 from engine.model_runner import ModelRunner
+from engine.step import Limits
 from kvtransfer.layout import BlockLayout
 
 logger = logging.getLogger(__name__)

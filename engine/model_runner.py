@@ -8,9 +8,9 @@ import torch
 
 from engine.backend import Backend
 from engine.batch import make_batch
-from engine.engine import ScheduledChunk, TokenOutput
 from engine.kv_cache import KVCache
 from engine.sampler import Sampler
+from engine.step import ScheduledChunk, TokenOutput
 
 
 class ModelRunner:

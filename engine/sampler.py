@@ -9,9 +9,9 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from engine.engine import TokenOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import TokenOutput
 
 _U64 = (1 << 64) - 1
 _LIKELY = 1024

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from common.errors import BatonError, WorkerLostError
-from engine.engine import Engine, ScheduledChunk, TokenOutput
+from engine.engine import Engine
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk, TokenOutput
 
 _logger = logging.getLogger(__name__)
 

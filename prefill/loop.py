@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 from common.clock import Clock
 from common.config import PrefillConfig
 from common.errors import BatonError, OverloadedError
-from engine.engine import Engine, ScheduledChunk, TokenOutput
+from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.service import LoopLoad
+from engine.step import ScheduledChunk, TokenOutput
 from engine.step_runner import StepRunner
 from prefill.scheduler import Prompt, PromptScheduler
 

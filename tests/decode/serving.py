@@ -14,8 +14,8 @@ from common.config import DecodeConfig, PrefillConfig
 from common.errors import BatonError
 from common.status import error_from_pb
 from decode.worker import DecodeWorker
-from engine.engine import ScheduledChunk
 from engine.fake import FakeEngine
+from engine.step import ScheduledChunk
 from kvtransfer.fake import FakeNetwork
 from prefill.worker import PrefillWorker
 

@@ -8,10 +8,10 @@ from baton_pb.v1 import worker_pb2
 from common.errors import InvalidRequestError
 from decode.scheduler import DecodeScheduler, StepPlan
 from decode.stream import Phase, TokenStream
-from engine.engine import ScheduledChunk, TokenOutput
 from engine.fake import FakeEngine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk, TokenOutput
 
 TARGET = worker_pb2.PrefillTarget(worker_id="prefill-0", address="127.0.0.1:1")
 

@@ -17,8 +17,8 @@ from common.errors import (
     TransferError,
     WorkerLostError,
 )
-from engine.engine import ScheduledChunk
 from engine.fake import FakeEngine, fake_continuation
+from engine.step import ScheduledChunk
 from tests.decode.serving import LIMIT_S, Gate, Gateway, is_at_rest, serving, until_changed
 
 PROMPT = list(range(100, 130))

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import make_batch
-from engine.engine import ScheduledChunk
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5)
 

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from engine.convert import convert
-from engine.engine import Engine, ScheduledChunk
+from engine.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk
 
 pytestmark = pytest.mark.slow
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

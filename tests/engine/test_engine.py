@@ -11,9 +11,10 @@ import transformers
 
 from common.config import EngineConfig
 from common.errors import ConfigError, InvalidRequestError
-from engine.engine import Engine, FinishReason, ScheduledChunk
+from engine.engine import Engine, FinishReason
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk
 from engine.tiny import FAMILIES, VOCAB_TOKENS
 
 BLOCK_TOKENS = 4

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from engine.engine import ScheduledChunk
 from engine.fake import FakeEngine, fake_continuation
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.engine import TokenOutput
 from engine.sampler import Sampler, draw, keep_likely, uniform
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import TokenOutput
 
 VOCAB = 50
 EOS = 2

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from common.errors import BatonError, WorkerLostError
-from engine.engine import ScheduledChunk, TokenOutput
 from engine.fake import FakeEngine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk, TokenOutput
 from engine.step_runner import StepRunner
 
 LIMIT_S = 10.0

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.engine import ScheduledChunk, TokenOutput
 from engine.fake import FakeEngine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step import ScheduledChunk, TokenOutput
 from prefill.scheduler import PlannedChunk, Prompt, PromptScheduler
 
 SEEN: TokenOutput = TokenOutput(1, None, [])

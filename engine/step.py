@@ -1,0 +1,33 @@
+"""What goes into a step and what comes out of it: the words that loops, schedulers, runner and sampler share."""
+
+from typing import NamedTuple
+
+from engine.sequence import Sequence
+
+
+class ScheduledChunk(NamedTuple):
+    """The next `num_tokens` tokens of a sequence after its num_computed; one for a decode."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the chunk ends with the sequence's last token, so that a token is sampled after it."""
+        return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
+
+
+class TokenOutput(NamedTuple):
+    """One sampled token. `logprob` and `top` (token id, logprob; most likely first) are set when asked for."""
+
+    token_id: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+class Limits(NamedTuple):
+    """What bounds a sequence on this engine."""
+
+    context_tokens: int
+    vocab_tokens: int
+    eos_token_ids: frozenset[int]
