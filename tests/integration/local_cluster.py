@@ -37,6 +37,7 @@ async def local_cluster(
     chunk_tokens: int = 256,
     pool_blocks: int = 256,
     transport: str = "auto",
+    policy: str = "prefix",
 ) -> AsyncIterator[LocalCluster]:
     """Start workers, router and gateway; stop them in the reverse order."""
     engine = EngineConfig(backend="reference", weights="fp32", block_tokens=block_tokens, pool_blocks=pool_blocks)
@@ -73,7 +74,7 @@ async def local_cluster(
                 )
             )
             stack.push_async_callback(decode[-1].stop, 5.0)
-        router = await RouterServer.start(HOST, 0, RouterConfig(), HEARTBEAT_S)
+        router = await RouterServer.start(HOST, 0, RouterConfig.model_validate({"policy": policy}), HEARTBEAT_S)
         stack.push_async_callback(router.stop)
         await router.set_workers(
             [
