@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import ConfigError
 from engine.cpu.rope import Rope, parse_rope
 
@@ -176,8 +173,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"model file {file} holds a {type(content).__name__}, not an object")
     return content
-
-
-def pad(values: npt.NDArray[np.float32], multiple: int = 32) -> npt.NDArray[np.float32]:
-    """Return a vector with zeros appended up to a multiple."""
-    return np.pad(values, (0, -len(values) % multiple)).astype(np.float32)
