@@ -265,7 +265,12 @@ class FakeWorker:
             session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, error=error_to_pb(refusal)))
             return
         tokens = self.tokens_after(list(request.token_ids), request.num_prompt_tokens)
-        sequence = _Sequence(request.request_id, tokens, request.sampling)
+        num_generated = len(request.token_ids) - request.num_prompt_tokens
+        if num_generated == request.sampling.max_tokens:  # it moved here after its last token
+            finished = _summary(common_pb2.FINISH_REASON_LENGTH)
+            session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, finished=finished))
+            return
+        sequence = _Sequence(request.request_id, tokens, request.sampling, num_generated)
         session.sequences[request.request_id] = sequence
         if request.HasField("prefill"):
             sequence.waits_for_prefill = True

@@ -41,6 +41,9 @@ class EngineConfig(Node):
     """Forward pass; `auto` takes the fastest that this machine and the model allow."""
     weights: Literal["auto", "fp32", "w8", "q4"] = "auto"
     """Weight format; a format that the backend lacks is refused."""
+    activations: Literal["int16", "int8"] = "int16"
+    """What activations are rounded to in front of 4-bit weights (backend `cpu`): int8 prefills 1.5 times as fast on one
+    thread, but its rounding differs between prefill and decode, so that greedy tokens can depend on scheduling."""
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Element type of the KV pool; `auto` takes the backend's own choice."""
     block_tokens: Annotated[int, Field(ge=1, le=512)] = 16
@@ -115,6 +118,27 @@ class RouterConfig(Node):
     """How a worker is chosen."""
 
 
+class HttpConfig(Node):
+    """Limits of the OpenAI API. Where it listens is the gateway's host and http_port."""
+
+    body_bytes_max: Positive = 32 * 1024 * 1024
+    """Largest body of a request; a larger one is answered with 413."""
+    head_bytes_max: Positive = 64 * 1024
+    """Largest request line and headers together."""
+    arrival_s: Seconds = 30.0
+    """How long a client may take to send a request's head, and its body after that."""
+    keepalive_s: Seconds = 10.0
+    """A stream that has had nothing to send for so long gets a comment, so that proxies do not cut it."""
+    unread_s: Seconds = 30.0
+    """A client that takes no bytes for so long is cut off and its request ended."""
+    idle_s: Seconds = 75.0
+    """How long a connection may stay open between two requests."""
+    connections_max: Positive = 16_384
+    """Most connections; beyond it a request is answered with 503."""
+    choices_max: Positive = 128
+    """Most choices of one request: its prompts times n."""
+
+
 class GatewayConfig(Node):
     """The clients' door."""
 
@@ -133,9 +157,11 @@ class GatewayConfig(Node):
     router_wait_s: Seconds = 5.0
     """How long a request waits for a router that is away, before it is answered with UNAVAILABLE."""
     retries_max: Count = 2
-    """How often a request that has no token yet is placed anew after its worker failed."""
+    """How often a request is placed anew after its worker failed."""
     unread_tokens_max: Positive = 4096
     """Tokens of one request that wait for a client that does not read; beyond it the request is ended."""
+    http: HttpConfig = HttpConfig()
+    """Limits of the OpenAI API."""
 
 
 class SupervisorConfig(Node):

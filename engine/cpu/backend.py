@@ -38,9 +38,16 @@ class CpuBackend:
     """
 
     def __init__(
-        self, architecture: Architecture, weights: PackedWeights, format_name: str, isa: Isa, threads: int
+        self,
+        architecture: Architecture,
+        weights: PackedWeights,
+        format_name: str,
+        isa: Isa,
+        threads: int,
+        activations: Precision,
     ) -> None:
-        """Start the compute threads; `weights` is owned from here on."""
+        """Start the compute threads; `weights` is owned from here on. `activations` is for 4-bit weights."""
+        self._activations = activations
         self._architecture = architecture
         self._weights = weights
         self._pool: torch.Tensor | None = None
@@ -85,7 +92,8 @@ class CpuBackend:
         threads = min(config.threads or cores, cores)
         weights = PackedWeights.open(model_dir, architecture, _FORMATS[name])
         try:
-            backend = cls(architecture, weights, name, isa or isas[0], threads)
+            activations = {"int16": Precision.INT16, "int8": Precision.INT8}[config.activations]
+            backend = cls(architecture, weights, name, isa or isas[0], threads, activations)
         except BaseException:
             weights.close()
             raise
@@ -187,12 +195,12 @@ class CpuBackend:
         )
 
     def _precision(self, site: str) -> Precision:
-        """8-bit activations only where every matrix of the site is in 4 bits."""
+        """The configured activations only where every matrix of the site is in 4 bits; 16 bits for the rest."""
         entries = self._weights.entries
         formats = {entries[name].format for name in entries if name == site or name.endswith(f".{site}")}
         if formats == {Format.FP32}:
             return Precision.EXACT
-        return Precision.INT8 if formats == {Format.Q4} else Precision.INT16
+        return self._activations if formats == {Format.Q4} else Precision.INT16
 
     def _matrix(self, name: str, precision: Precision) -> MatrixDesc:
         entry = self._weights.entries[name]

@@ -26,16 +26,17 @@ def test_streams_of_a_decode_worker_killed_in_the_middle_go_on_elsewhere_with_th
             expected = (await cluster.ask(request(max_tokens=60))).token_ids
             for worker in cluster.workers.values():
                 worker.step_s = 0.01
-            asked = [asyncio.create_task(cluster.ask(request(max_tokens=60))) for _ in range(4)]
-            await until(lambda: cluster.router.status().reservations == 4, "not placed")
-            await until(lambda: any(cluster.worker(name).num_running for name in ("d0", "d1")), "not running")
+            calls = [aiter(cluster.call(request(max_tokens=60))) for _ in range(4)]
+            begun = [[await anext(answers) for _ in range(3)] for answers in calls]
             victim = next(name for name in ("d0", "d1") if cluster.worker(name).num_running)
 
             await cluster.worker(victim).kill()
 
-            answers = await asyncio.gather(*asked)
-            assert [answer.token_ids for answer in answers] == [expected] * 4
-            assert {answer.finished.placement.decode_worker_id for answer in answers} == {"d0", "d1"} - {victim}
+            for call, responses in zip(calls, begun, strict=True):
+                responses += [response async for response in call]
+                assert [token for response in responses for token in response.token_ids] == expected
+                assert responses[-1].finished.placement.decode_worker_id not in ("", victim)
+                assert responses[-1].finished.usage.output_tokens == 60
             assert (await cluster.status()).gateway.counters["retries_total"] >= 1
 
     run(scenario())

@@ -32,7 +32,10 @@ class Harness:
     def __init__(
         self, folder: Path, weights: str, isa: Isa, threads: int, kv_dtype: str | None, block_tokens: int
     ) -> None:
-        config = EngineConfig.model_validate({"weights": weights, "threads": threads})
+        name, _, activations = weights.partition("/")  # "q4/int8": 4-bit weights behind 8-bit activations
+        config = EngineConfig.model_validate(
+            {"weights": name, "threads": threads, "activations": activations or "int16"}
+        )
         self.backend = CpuBackend.load(folder, config, isa)
         facts = self.backend.facts
         self.block_tokens = block_tokens

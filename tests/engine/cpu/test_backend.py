@@ -146,7 +146,7 @@ def test_any_chunking_and_block_table_gives_the_dense_logits(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("weights", ["fp32", "w8", "q4"])
+@pytest.mark.parametrize("weights", ["fp32", "w8", "q4", "q4/int8"])
 def test_logits_do_not_depend_on_the_rest_of_the_batch(
     make: Make, tiny_model: Callable[[str], Path], weights: str, isa: Isa
 ) -> None:
@@ -163,7 +163,7 @@ def test_logits_do_not_depend_on_the_rest_of_the_batch(
     assert torch.equal(torch.cat(alone_next), torch.cat(together_next))
 
 
-@pytest.mark.parametrize("weights", ["fp32", "w8", "q4"])
+@pytest.mark.parametrize("weights", ["fp32", "w8", "q4", "q4/int8"])
 def test_a_prompt_s_logits_do_not_depend_on_its_chunks(
     make: Make, tiny_model: Callable[[str], Path], weights: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_prompt_s_logits_do_not_depend_on_its_chunks(
     assert torch.equal(run_in_chunks(harness, ids, [2, 130, 35, 133], table), whole)
 
 
-@pytest.mark.parametrize("weights", ["w8", "q4"])
+@pytest.mark.parametrize("weights", ["w8", "q4", "q4/int8"])
 def test_instruction_sets_agree(make: Make, tiny_model: Callable[[str], Path], weights: str) -> None:
     folder, ids = tiny_model("gemma2"), tokens(40)
 
