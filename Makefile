@@ -8,7 +8,7 @@ SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router clean
+.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-interference clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -54,6 +54,9 @@ lock: install
 
 bench-router: install
 	$(BIN)/python -m loadtest.bench.router $(BENCH_ARGS)
+
+bench-interference: install
+	$(BIN)/python -m loadtest.bench.interference $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
