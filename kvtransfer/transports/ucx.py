@@ -71,10 +71,10 @@ class UcxStation:
         if len(extra) != _EXTRA.size:
             raise TransferError("the receiver's Hello does not offer ucx")
         port, token = _EXTRA.unpack(extra)
-        infos = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         try:
+            infos = await _resolve(host, port)
             endpoint = ucx.UCXEndpoint.create(self.driver.worker, infos[0][4][0], port, True)
-        except ucx.UCXError as error:
+        except (ucx.UCXError, OSError) as error:
             raise WorkerLostError(f"ucx cannot reach {host}:{port}: {error}") from error
         link = UcxOutbound(self.driver, memory, threads)
         self._links.add(link)
@@ -161,13 +161,26 @@ class UcxDoor:
 
 async def connect_control(host: str, port: int) -> socket.socket:
     """Return a connected TCP socket for frames; raises OSError."""
-    loop = asyncio.get_running_loop()
-    family, kind, proto, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    infos = await _resolve(host, port)
+    family, kind, proto, _, address = infos[0]
     sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, proto)
     try:
-        await loop.sock_connect(sock, address)
+        await asyncio.get_running_loop().sock_connect(sock, address)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+async def _resolve(host: str, port: int) -> list[Any]:
+    """Return what getaddrinfo does, whose tuples differ by family; raises OSError and nothing else.
+
+    Host and port stand in tickets, which other processes write: a host may be no name at all, and a port too large.
+    """
+    if not 0 < port < 1 << 16:
+        raise OSError(f"{port} is no port")
+    try:
+        return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except ValueError as error:  # an empty label, or one that is too long
+        raise OSError(f"{host!r} is no host name: {error}") from error

@@ -284,6 +284,28 @@ def test_a_stalled_receiver_fails_its_own_push_and_delays_no_other(make_shm_pair
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        pytest.param("a..b", 4711, "no host name", id="an empty label"),
+        pytest.param("ä" * 100, 4711, "cannot reach", id="a long label"),
+        pytest.param("127.0.0.1", 70_000, "70000 is no port", id="a large port"),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_an_unreachable_receiver(host: str, port: int, words: str) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), auto_pair() as pair:
+            address = silent_address()
+            address.host_id, address.host, address.ucx_port = "elsewhere", host, port
+            ticket = make_ticket(address, [0], 0, SMALL_LAYOUT, lease_s=5.0, checksum=True)
+
+            with pytest.raises(WorkerLostError, match=words):
+                await pair.sender.open_push(ticket)
+            assert pair.sender.num_active == 0
+
+    asyncio.run(test())
+
+
 def test_a_receiver_that_never_answers_is_lost_after_the_connect_timeout(make_shm_pair: MakePair) -> None:
     async def test() -> None:
         async with asyncio.timeout(20), make_shm_pair(connect_timeout_s=0.1) as pair:
