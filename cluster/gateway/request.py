@@ -1,7 +1,7 @@
 """One internal request, whatever door it came through, and every check that can be made before a worker is asked."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton_pb.v1 import common_pb2, inference_pb2
@@ -152,11 +152,7 @@ def check_window(num_prompt_tokens: int, max_tokens: int | None, limits: Limits)
     """
     if num_prompt_tokens == 0:
         raise InvalidRequestError("prompt is empty: it has no tokens")
-    if num_prompt_tokens > limits.prompt_tokens_max:
-        raise InvalidRequestError(
-            f"prompt has {num_prompt_tokens} tokens, at most {limits.prompt_tokens_max} are possible with a context "
-            f"window of {limits.context_tokens}"
-        )
+    _check_num_tokens(num_prompt_tokens, limits)
     room = limits.context_tokens - num_prompt_tokens
     if max_tokens is None:
         return room
@@ -173,21 +169,32 @@ def _prompt_from_pb(message: inference_pb2.GenerateRequest, limits: Limits) -> P
         case "text":
             return check_text(message.text, limits)
         case "token_ids":
-            return _check_token_ids(tuple(message.token_ids.ids), limits)
+            return _check_token_ids(message.token_ids.ids, limits)
         case "chat":
             return check_chat(message.chat, limits)
         case None:
             raise InvalidRequestError("prompt is missing: set text, token_ids or chat")
 
 
-def _check_token_ids(token_ids: tuple[int, ...], limits: Limits) -> TokenPrompt:
-    if not token_ids:
+def _check_num_tokens(num_tokens: int, limits: Limits) -> None:
+    if num_tokens > limits.prompt_tokens_max:
+        raise InvalidRequestError(
+            f"prompt has {num_tokens} tokens, at most {limits.prompt_tokens_max} are possible with a context window of "
+            f"{limits.context_tokens}"
+        )
+
+
+def _check_token_ids(ids: Sequence[int], limits: Limits) -> TokenPrompt:
+    if not ids:
         raise InvalidRequestError("prompt is empty: token_ids has no ids")
+    # Before anything looks at each of them: a message has room for tens of millions, which would hold up every stream.
+    _check_num_tokens(len(ids), limits)
+    token_ids = tuple(ids)
     _check_vocabulary("token_ids", token_ids, limits)
     return TokenPrompt(token_ids)
 
 
-def _check_vocabulary(name: str, token_ids: tuple[int, ...], limits: Limits) -> None:
+def _check_vocabulary(name: str, token_ids: Collection[int], limits: Limits) -> None:
     if token_ids and max(token_ids) >= limits.vocab_tokens:
         raise InvalidRequestError(f"{name} must be below {limits.vocab_tokens}, got {max(token_ids)}")
 
@@ -242,8 +249,8 @@ def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits) -> None
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
     _check_range("presence_penalty", sampling.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
     _check_range("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
-    _check_ids("stop_token_ids", tuple(sampling.stop_token_ids), limits)
-    _check_ids("logit_bias", tuple(sampling.logit_bias), limits)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, limits)
+    _check_ids("logit_bias", sampling.logit_bias, limits)
     for token_id, bias in sampling.logit_bias.items():
         _check_range(f"logit_bias[{token_id}]", bias, -BIAS_MAX, BIAS_MAX)
 
@@ -254,7 +261,7 @@ def _check_range(name: str, value: float, low: float, high: float, is_open: bool
         raise InvalidRequestError(f"{name} must be in {'(' if is_open else '['}{low:g}, {high:g}], got {value}")
 
 
-def _check_ids(name: str, token_ids: tuple[int, ...], limits: Limits) -> None:
+def _check_ids(name: str, token_ids: Collection[int], limits: Limits) -> None:
     if len(token_ids) > IDS_MAX:
         raise InvalidRequestError(f"{name} must have at most {IDS_MAX} entries, got {len(token_ids)}")
     _check_vocabulary(name, token_ids, limits)

@@ -80,6 +80,11 @@ def test_a_sampling_field_out_of_range_is_named(sampling: dict[str, Any], words:
             "token_ids must be below 320, got 320",
             id="id out of vocabulary",
         ),
+        pytest.param(
+            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[999] * 100)),
+            "prompt has 100 tokens, at most 99 are possible",
+            id="too many ids",
+        ),
         pytest.param(inference_pb2.GenerateRequest(text="x" * 30_000), "prompt has 30000 characters", id="long text"),
         pytest.param(
             inference_pb2.GenerateRequest(text="x", request_id="x" * 129),
