@@ -141,7 +141,8 @@ class Engine:
             return None
         if num_output >= sampling.min_tokens and sequence.token_ids[-1] in self.stop_ids(sampling):
             return common_pb2.FINISH_REASON_STOP
-        if num_output == sampling.max_tokens or sequence.num_tokens >= self.context_tokens:
+        is_long = sampling.max_tokens is not None and num_output >= sampling.max_tokens
+        if is_long or sequence.num_tokens >= self.context_tokens:
             return common_pb2.FINISH_REASON_LENGTH
         return None
 

@@ -208,6 +208,7 @@ def _after(num_output: int, last: int, **rules: Any) -> Sequence:
         pytest.param(_after(2, 0, min_tokens=3), None, id="too early to stop"),
         pytest.param(_after(3, 0, min_tokens=3), FinishReason.FINISH_REASON_STOP, id="may stop"),
         pytest.param(_after(2, 7, max_tokens=2), FinishReason.FINISH_REASON_LENGTH, id="length"),
+        pytest.param(_after(3, 7, max_tokens=2), FinishReason.FINISH_REASON_LENGTH, id="it came here with more"),
         pytest.param(_after(2, 0, max_tokens=2), FinishReason.FINISH_REASON_STOP, id="stop wins over length"),
         pytest.param(_after(508, 7), FinishReason.FINISH_REASON_LENGTH, id="context window"),
         pytest.param(Sequence.start("r", [0], 1, SamplingParams(), 4), None, id="a prompt that ends with a stop token"),
