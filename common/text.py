@@ -68,6 +68,12 @@ class Text:
         """Return one token's own text, special or not; half a character becomes a replacement character."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return one token's own bytes, special or not: a part of a character stays a part."""
+        if self._is_byte_level and token_id not in self._special_ids:
+            return self._token_bytes(token_id)
+        return self.token(token_id).encode()
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> list[int]:
         """Return the prompt of a conversation, up to the beginning of the assistant's turn.
 

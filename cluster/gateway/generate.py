@@ -10,6 +10,7 @@ from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
 from cluster.gateway.counts import Counts
 from cluster.gateway.decode_client import DecodeClients
 from cluster.gateway.failures import Failures
+from cluster.gateway.metrics import Metrics
 from cluster.gateway.progress import Delta, Progress
 from cluster.gateway.request import Limits, Request, check_window, request_from_pb
 from cluster.gateway.router_client import Reservation, RouterClient, Wanted
@@ -46,6 +47,7 @@ class Generator:
         tokenizing: Tokenizing,
         counts: Counts,
         clock: Clock,
+        metrics: Metrics,
     ) -> None:
         self._model_id = model_id
         self._facts = facts
@@ -56,6 +58,7 @@ class Generator:
         self._tokenizing = tokenizing
         self._counts = counts
         self._clock = clock
+        self._metrics = metrics
         self._random = Random(secrets.randbits(64))
         self._count = 0
         self._id = secrets.token_hex(4)
@@ -84,8 +87,10 @@ class Generator:
                 request, prepared.token_ids, received_s, self._text, self._facts.eos_token_ids, self._clock
             )
             deadline_s = None if timeout_s is None else received_s + timeout_s
+            metrics = self._metrics.stream(received_s)
             async with aclosing(self._serve(prepared, progress, deadline_s)) as deltas:
                 async for delta in deltas:
+                    metrics.took(delta)
                     yield delta
 
     def limits(self) -> Limits:

@@ -19,6 +19,8 @@ class Delta:
     """One for each token id, when asked for."""
     finished: inference_pb2.Finished | None = None
     """Set in the last one only."""
+    num_prompt_tokens: int = 0
+    """0: as before."""
 
 
 class Progress:
@@ -70,7 +72,8 @@ class Progress:
                 self._first_s = self._last_s
         token_ids = [token.token_id for token in taken]
         self.token_ids += token_ids
-        return Delta(text, token_ids, self._with_texts(taken) if self._wants_logprobs else ())
+        logprobs = self._with_texts(taken) if self._wants_logprobs else ()
+        return Delta(text, token_ids, logprobs, num_prompt_tokens=len(self.prompt))
 
     def finish(self, summary: worker_pb2.SequenceFinished, placement: router_pb2.WorkerPlacement, last: Delta) -> Delta:
         """End the request.

@@ -15,8 +15,10 @@ from cluster.gateway.admin import AdminService
 from cluster.gateway.counts import Counts
 from cluster.gateway.decode_client import DecodeClients
 from cluster.gateway.generate import Generator
+from cluster.gateway.http.app import HttpFace, Parts
 from cluster.gateway.inference import InferenceService
 from cluster.gateway.malformed import MalformedInterceptor
+from cluster.gateway.metrics import Metrics
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
 from common.clock import MonotonicClock
@@ -40,10 +42,13 @@ class GatewayServer:
         """Put the parts together; nothing is opened yet."""
         self.grpc_address = ""
         """host:port"""
+        self.http_address = ""
+        """host:port"""
         self.gateway_id = f"gateway-{secrets.token_hex(4)}"
         self._config = config
         self._counts = Counts(config.running_max)
         self._clock = MonotonicClock()
+        self._metrics = Metrics(self._counts, self._clock)
         self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
         self._workers = DecodeClients(self.gateway_id, config.unread_tokens_max)
         self._tokenizing = Tokenizing(text)
@@ -57,7 +62,9 @@ class GatewayServer:
             self._tokenizing,
             self._counts,
             self._clock,
+            self._metrics,
         )
+        self._http = HttpFace(config.http, Parts(generator, self._tokenizing, text, self._router, self._metrics))
         self._inference = InferenceService(generator, self._tokenizing, text)
         self._server = grpc.aio.server(
             interceptors=[MalformedInterceptor()], options=server_options(config.message_bytes_max)
@@ -91,7 +98,7 @@ class GatewayServer:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, give the running ones `grace_s`, cancel the rest and close everything. Idempotent."""
         await self._health.close()
-        await self._server.stop(grace_s)
+        await asyncio.gather(self._server.stop(grace_s), self._http.stop(grace_s))
         await self._workers.close()
         if self._router_session is not None:
             self._router_session.cancel()
@@ -111,7 +118,10 @@ class GatewayServer:
         await self._server.start()
         await self._health.set_serving(True, ["", _ADMIN])
         self._router_session = asyncio.create_task(self._router.run(), name="router session")
-        log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, address=self.grpc_address)
+        await self._http.open(self._config.host, self._config.http_port)
+        self.http_address = self._http.address
+        addresses = {"address": self.grpc_address, "http": self.http_address}
+        log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, **addresses)
 
     async def _router_changed(self, is_connected: bool) -> None:
         """Without a router the gateway lives, but its Inference service cannot serve."""

@@ -182,7 +182,7 @@ async def fake_cluster(
             worker = await FakeWorker.start(f"{name}{number}", role, model)
             workers[worker.worker_id] = worker
     router = await RouterServer.start(HOST, 0, RouterConfig.model_validate({"policy": policy}), HEARTBEAT_S)
-    config = GatewayConfig(host=HOST, grpc_port=0, **gateway)
+    config = GatewayConfig(host=HOST, grpc_port=0, http_port=0, **gateway)
     server = await GatewayServer.start(config, model_dir, "fake", router.address)
     channel = grpc.aio.insecure_channel(server.grpc_address)
     cluster = FakeCluster(

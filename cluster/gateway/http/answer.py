@@ -1,0 +1,192 @@
+"""An answer to a chat or a completion, in one piece or as a stream. What the two do differently is their `Form`."""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from baton_pb.v1 import common_pb2, inference_pb2
+from cluster.gateway.http.choices import Piece, Streams, pieces_of
+from cluster.gateway.http.exchange import Exchange
+from cluster.gateway.http.fields import SamplingFields
+
+Json = dict[str, Any]
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "abort",
+}
+
+
+class Form(Protocol):
+    """How one kind of answer looks. Made for one request."""
+
+    answer_id: str
+    whole_object: str
+    """The value of `object` in an answer in one piece."""
+    event_object: str
+    """And in an event."""
+
+    def first(self, index: int) -> Json | None:
+        """Return what a choice's stream begins with, before any token."""
+        ...
+
+    def part(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
+        """Return a choice's fields in an event."""
+        ...
+
+    def whole(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
+        """Return a choice's fields in an answer in one piece."""
+        ...
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What a choice has so far."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[common_pb2.SampledToken] = field(default_factory=list)
+    """With logprobs, when asked for."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finished: inference_pb2.Finished | None = None
+    has_begun: bool = False
+
+    def take(self, piece: Piece, keep: bool) -> None:
+        delta = piece.delta
+        self.num_prompt_tokens = delta.num_prompt_tokens or self.num_prompt_tokens
+        self.num_output_tokens += len(delta.token_ids)
+        if keep:
+            self.texts.append(delta.text)
+            self.tokens.extend(delta.logprobs)
+        if delta.finished is not None:
+            self.finished = delta.finished
+            self.num_prompt_tokens = delta.finished.usage.prompt_tokens
+
+
+class Answer:
+    """Serves one request: reads its choices and writes to its client. Owned by the request's task."""
+
+    def __init__(self, exchange: Exchange, asked: SamplingFields, form: Form, model_id: str) -> None:
+        self._exchange = exchange
+        self._asked = asked
+        self._form = form
+        self._model_id = model_id
+        self._created = int(time.time())
+        self._choices: list[_Choice] = []
+        self._wants_timing = asked.timing or exchange.headers.get("x-baton-timing", "") in ("1", "true")
+
+    async def serve(self, streams: Streams) -> None:
+        """Run all choices and answer.
+
+        Args:
+            streams: one for each choice, in order; those of one prompt are neighbours.
+
+        Raises:
+            BatonError: what ended a choice, or that the client left; the answer may have begun.
+        """
+        self._choices = [_Choice() for _ in streams]
+        is_stream = bool(self._asked.stream)
+        async with self._exchange.attended(is_stream), pieces_of(streams) as pieces:
+            await (self._stream(pieces) if is_stream else self._collect(pieces))
+        if is_stream:
+            await self._exchange.end()
+        else:
+            await self._exchange.reply_json(200, self._whole())
+
+    async def _collect(self, pieces: AsyncIterator[Piece]) -> None:
+        async for piece in pieces:
+            self._choices[piece.index].take(piece, keep=True)
+
+    async def _stream(self, pieces: AsyncIterator[Piece]) -> None:
+        async for piece in pieces:
+            choice = self._choices[piece.index]
+            choice.take(piece, keep=False)
+            events = self._events(piece, choice)
+            if events:
+                await self._exchange.events(*events)
+        if self._asked.includes_usage:
+            await self._exchange.events({**self._head(self._form.event_object), "choices": [], "usage": self._usage()})
+
+    def _events(self, piece: Piece, choice: _Choice) -> list[Json]:
+        """Return the events of a piece. Tokens without text yet are not worth one, but the first is told at once."""
+        events = []
+        delta = piece.delta
+        if not choice.has_begun and (first := self._form.first(piece.index)) is not None:
+            events.append(self._event({**first, "finish_reason": None}))
+        choice.has_begun = True
+        if delta.text or delta.logprobs or delta.finished is not None:
+            part = self._form.part(piece.index, delta.text, delta.logprobs)
+            event = self._event({**part, **_ending(delta.finished)})
+            if self._wants_timing and delta.finished is not None:
+                event["timing"] = timing_of(delta.finished)
+            events.append(event)
+        return events
+
+    def _event(self, choice: Json) -> Json:
+        event = {**self._head(self._form.event_object), "choices": [choice]}
+        if self._asked.shows_usage:
+            event["usage"] = self._usage()
+        elif self._asked.includes_usage:
+            event["usage"] = None
+        return event
+
+    def _whole(self) -> Json:
+        choices = []
+        for index, choice in enumerate(self._choices):
+            whole = self._form.whole(index, "".join(choice.texts), choice.tokens)
+            choices.append({**whole, **_ending(choice.finished)})
+            if self._wants_timing and len(self._choices) > 1 and choice.finished is not None:
+                choices[-1]["timing"] = timing_of(choice.finished)
+        answer = {**self._head(self._form.whole_object), "choices": choices, "usage": self._usage()}
+        first = self._choices[0].finished
+        if self._wants_timing and first is not None:
+            answer["timing"] = timing_of(first)
+        return answer
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self._form.answer_id, "object": kind, "created": self._created, "model": self._model_id}
+
+    def _usage(self) -> Json:
+        """Return the sum over choices; a prompt counts once however many choices it has."""
+        per_prompt = self._asked.num_choices
+        prompts = [self._choices[i : i + per_prompt] for i in range(0, len(self._choices), per_prompt)]
+        prompt = sum(max(choice.num_prompt_tokens for choice in choices) for choices in prompts)
+        output = sum(choice.num_output_tokens for choice in self._choices)
+        cached = sum(min(_cached(choice) for choice in choices) for choices in prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def timing_of(finished: inference_pb2.Finished) -> Json:
+    """Return the parts of a request's time, in seconds, and who served it."""
+    timing, placement = finished.timing, finished.placement
+    return {
+        "ttft_s": timing.ttft_s,
+        "queue_s": timing.queue_s,
+        "prefill_s": timing.prefill_s,
+        "transfer_exposed_s": timing.transfer_exposed_s,
+        "first_decode_s": timing.first_decode_s,
+        "tpot_s": timing.tpot_s if timing.HasField("tpot_s") else None,
+        "total_s": timing.total_s,
+        "placement": {
+            "prefill_worker_id": placement.prefill_worker_id if placement.HasField("prefill_worker_id") else None,
+            "decode_worker_id": placement.decode_worker_id,
+            "transport": placement.transport,
+            "reason": placement.reason,
+        },
+    }
+
+
+def _cached(choice: _Choice) -> int:
+    return 0 if choice.finished is None else choice.finished.usage.cached_tokens
+
+
+def _ending(finished: inference_pb2.Finished | None) -> Mapping[str, Any]:
+    if finished is None:
+        return {"finish_reason": None}
+    return {"finish_reason": _REASONS.get(finished.reason, "stop"), "stop_reason": finished.stop or None}

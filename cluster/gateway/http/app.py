@@ -1,0 +1,222 @@
+"""The ASGI application: paths, their endpoints, and the frame in which every request ends with an answer."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pydantic
+
+from baton_pb.v1 import worker_pb2
+from cluster.gateway.generate import Generator
+from cluster.gateway.http.answer import Answer
+from cluster.gateway.http.chat import ChatForm, ChatRequest
+from cluster.gateway.http.completions import CompletionForm, CompletionRequest
+from cluster.gateway.http.exchange import Exchange
+from cluster.gateway.http.hosting import HttpHost, Message, Receive, Send
+from cluster.gateway.http.openapi import DOCS_PAGE, document
+from cluster.gateway.http.refusals import HttpError, refusal_of
+from cluster.gateway.http.services import DetokenizeRequest, TextService, TokenizeRequest
+from cluster.gateway.metrics import Metrics
+from cluster.gateway.router_client import RouterClient
+from cluster.gateway.tokenizing import Tokenizing
+from common.config import HttpConfig
+from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
+from common.logs import log
+from common.text import Text
+
+_LOG = logging.getLogger(__name__)
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MODELS = "/v1/models/"
+_RETRY_AFTER_S = 1.0
+_DECODING = (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+Endpoint = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The gateway's parts that the application uses."""
+
+    generator: Generator
+    tokenizing: Tokenizing
+    text: Text
+    router: RouterClient
+    metrics: Metrics
+
+
+class HttpFace:
+    """Serves OpenAI's API. Owned by the gateway's loop; `open` makes it listen."""
+
+    def __init__(self, config: HttpConfig, parts: Parts) -> None:
+        self._config = config
+        self._parts = parts
+        self._services = TextService(parts.generator, parts.tokenizing, parts.text)
+        self._hosting: HttpHost | None = None
+        self._endpoints: dict[str, tuple[str, Endpoint]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._openapi),
+            "/docs": ("GET", self._docs),
+        }
+
+    @property
+    def address(self) -> str:
+        """host:port; empty before `open`."""
+        return "" if self._hosting is None else self._hosting.address
+
+    async def open(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        self._hosting = await HttpHost.start(self._config, self, host, port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Give running requests `grace_s`, then end them and close everything. Idempotent."""
+        if self._hosting is not None:
+            await self._hosting.stop(grace_s)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request. Whatever happens, the client gets an answer, unless it has left."""
+        assert self._hosting is not None, "requests come from it"
+        hosting = self._hosting
+        exchange = Exchange(scope, receive, send, self._config, lambda: hosting.abort(scope["client"]))
+        try:
+            await self._answer(exchange, hosting)
+        except CancelledRequestError:
+            pass  # nobody is there to be told; it is logged nowhere: it is normal
+        finally:
+            path = exchange.path if exchange.path in self._endpoints else "other"
+            self._parts.metrics.http_responses[path, exchange.status or 499] += 1
+
+    async def _answer(self, exchange: Exchange, hosting: HttpHost) -> None:
+        try:
+            if hosting.num_connections > self._config.connections_max:
+                raise WorkerLostError(f"{hosting.num_connections - 1} connections are open, the most that may be")
+            await self._endpoint(exchange)(exchange)
+        except CancelledRequestError:
+            raise
+        except asyncio.CancelledError:
+            if not hosting.is_stopping:
+                raise
+            # This is the outermost frame: the cancellation ends here, with an answer.
+            await exchange.fail(refusal_of(WorkerLostError("the gateway stops", _RETRY_AFTER_S)))
+        except (BatonError, HttpError, pydantic.ValidationError) as error:
+            await exchange.fail(refusal_of(error))
+        except Exception as error:
+            _LOG.exception("a request met a bug")
+            name = type(error).__name__
+            log(_LOG, logging.ERROR, f"internal error: {name}", request_id=exchange.request_id)
+            await exchange.fail(refusal_of(error))
+
+    def _endpoint(self, exchange: Exchange) -> Endpoint:
+        path = exchange.path.rstrip("/") or "/"
+        endpoint: Endpoint
+        if path.startswith(_MODELS):
+            method, endpoint = "GET", self._model
+        elif path in self._endpoints:
+            method, endpoint = self._endpoints[path]
+        elif path == "/":
+            method, endpoint = "GET", self._docs
+        else:
+            raise HttpError(404, f"no such path: {exchange.path[:200]}; see /docs")
+        if exchange.method != method and not (method == "GET" and exchange.method == "HEAD"):
+            raise HttpError(405, f"{path} takes {method}, not {exchange.method[:20]}", {"allow": method})
+        return endpoint
+
+    async def _chat(self, exchange: Exchange) -> None:
+        asked = await _read(exchange, ChatRequest)
+        self._check_choices(asked.num_choices)
+        generate, model_id = self._parts.generator.generate, self._parts.generator.limits().model_id
+        streams = [
+            generate(asked.to_pb(choice), _choice_id(exchange, choice, asked.num_choices), None)
+            for choice in range(asked.num_choices)
+        ]
+        form = ChatForm(exchange.request_id, asked, self._parts.text)
+        await Answer(exchange, asked, form, model_id).serve(streams)
+
+    async def _completions(self, exchange: Exchange) -> None:
+        asked = await _read(exchange, CompletionRequest)
+        count = len(asked.prompts) * asked.num_choices
+        self._check_choices(count)
+        if asked.echo:
+            self._check_ids(asked)
+        generate, model_id = self._parts.generator.generate, self._parts.generator.limits().model_id
+        streams = [
+            generate(asked.to_pb(prompt, choice), _choice_id(exchange, p * asked.num_choices + choice, count), None)
+            for p, prompt in enumerate(asked.prompts)
+            for choice in range(asked.num_choices)
+        ]
+        form = CompletionForm(exchange.request_id, asked, self._parts.text)
+        await Answer(exchange, asked, form, model_id).serve(streams)
+
+    def _check_choices(self, count: int) -> None:
+        if count > self._config.choices_max:
+            raise InvalidRequestError(f"prompt must give at most {self._config.choices_max} choices, got {count}")
+
+    def _check_ids(self, asked: CompletionRequest) -> None:
+        """Refuse ids that cannot be turned into text before that is tried."""
+        vocab_tokens = self._parts.generator.limits().vocab_tokens
+        for prompt in asked.prompts:
+            if not isinstance(prompt, str) and max(prompt) >= vocab_tokens:
+                raise InvalidRequestError(f"prompt must have ids below {vocab_tokens}, got {max(prompt)}")
+
+    async def _models(self, exchange: Exchange) -> None:
+        await exchange.reply_json(200, self._services.models())
+
+    async def _model(self, exchange: Exchange) -> None:
+        await exchange.reply_json(200, self._services.model(exchange.path.removeprefix(_MODELS)))
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        asked = await _read(exchange, TokenizeRequest)
+        await exchange.reply_json(200, await self._services.tokenize(asked))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        asked = await _read(exchange, DetokenizeRequest)
+        await exchange.reply_json(200, await self._services.detokenize(asked))
+
+    async def _health(self, exchange: Exchange) -> None:
+        await exchange.reply_json(200, {"status": "ok"})
+
+    async def _ready(self, exchange: Exchange) -> None:
+        """Say whether a request could be placed now."""
+        status = await self._parts.router.status()
+        able = [worker for worker in status.workers if worker.state == "ready" and worker.role in _DECODING]
+        if not able:
+            known = ", ".join(f"{worker.worker_id} {worker.state}" for worker in status.workers) or "none"
+            raise WorkerLostError(f"no worker is ready to decode; known: {known}", _RETRY_AFTER_S)
+        await exchange.reply_json(200, {"status": "ready", "workers": len(able)})
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        assert self._hosting is not None
+        self._parts.metrics.http_connections = self._hosting.num_connections
+        await exchange.reply(200, self._parts.metrics.page().encode(), _METRICS_TYPE)
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.reply_json(200, document())
+
+    async def _docs(self, exchange: Exchange) -> None:
+        await exchange.reply(200, DOCS_PAGE, "text/html; charset=utf-8")
+
+
+async def _read(exchange: Exchange, body: type[Body]) -> Body:
+    """Read and check a request's body.
+
+    Raises:
+        pydantic.ValidationError: it is not what it should be.
+    """
+    return body.model_validate_json(await exchange.body())
+
+
+def _choice_id(exchange: Exchange, choice: int, count: int) -> str:
+    return exchange.request_id if count == 1 else f"{exchange.request_id}.{choice}"

@@ -1,0 +1,197 @@
+"""Fields that requests share: what is understood, what is ignored, what is refused, and the message for the workers."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import CoreSchema, core_schema
+
+from baton_pb.v1 import common_pb2
+from cluster.gateway.request import (
+    BIAS_MAX,
+    IDS_MAX,
+    LOGPROBS_MAX,
+    PENALTY_MAX,
+    STOP_CHARACTERS_MAX,
+    STOP_STRINGS_MAX,
+    TEMPERATURE_MAX,
+)
+
+N_MAX = 16
+TOKENS_MAX = 2**31 - 1
+_ID_MAX = 2**32 - 1
+
+
+class Only:
+    """Marks a field that we know and do not support: null is accepted, and values that change nothing."""
+
+    def __init__(self, *neutral: JsonValue) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: pydantic.GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [None, *self._neutral], "description": "Not supported; accepted when it changes nothing."}
+
+    def _check(self, value: JsonValue) -> JsonValue:
+        if value is not None and not any(value == one and type(value) is type(one) for one in self._neutral):
+            allowed = f" (only {' or '.join(map(_shown, self._neutral))} may be given)" if self._neutral else ""
+            raise ValueError(f"not supported here{allowed}")
+        return value
+
+
+def _shown(value: JsonValue) -> str:
+    return str(pydantic.TypeAdapter[JsonValue](JsonValue).dump_json(value), "utf-8")
+
+
+TokenId = Annotated[int, Field(ge=0, le=_ID_MAX)]
+TokenIdList = Annotated[list[TokenId], Field(max_length=IDS_MAX)]
+Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
+Count = Annotated[int, Field(ge=1, le=TOKENS_MAX)]
+Penalty = Annotated[float, Field(ge=-PENALTY_MAX, le=PENALTY_MAX)]
+Bias = Annotated[float, Field(ge=-BIAS_MAX, le=BIAS_MAX)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""A token id as a key of a JSON object."""
+Ignored = Annotated[JsonValue, Field(description="Accepted and ignored: it has no effect on the answer.")]
+
+
+class Fields(BaseModel):
+    """Base of all request bodies: exact JSON types, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class StreamOptions(Fields):
+    """What else a stream says."""
+
+    include_usage: bool | None = None
+    """End with an event that has no choices and the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """Every event has the usage so far."""
+    include_obfuscation: Ignored = None
+
+
+class SamplingFields(Fields):
+    """Fields of both kinds of completions."""
+
+    model: str = ""
+    """The served model's id; it may be left out."""
+    n: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
+    """Choices for each prompt. Choice i has the seed `seed + i`."""
+    stream: bool | None = None
+    """Server-sent events, ending with `data: [DONE]`."""
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)] | None = None
+    """0 is greedy; 1 unless given."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    """The same seed gives the same tokens; drawn unless given."""
+    stop: Stop | Annotated[list[Stop], Field(max_length=STOP_STRINGS_MAX)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=IDS_MAX)] | None = None
+    """Token id -> what is added to its logit."""
+
+    # Extensions, named as in vLLM's server.
+    top_k: Annotated[int, Field(ge=-1, le=_ID_MAX)] | None = None
+    """0 or -1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=PENALTY_MAX)] | None = None
+    """1 is off."""
+    min_tokens: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = None
+    """Fewest tokens before a stop token may end the answer."""
+    stop_token_ids: TokenIdList | None = None
+    ignore_eos: bool | None = None
+    """Only max_tokens, stop and stop_token_ids end the answer."""
+    timing: bool = False
+    """Add `timing`: the parts of the time to the first token, in seconds, and which workers served. (Baton's own.)"""
+
+    # No effect on the answer.
+    user: Ignored = None
+    safety_identifier: Ignored = None
+    store: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prediction: Ignored = None
+
+    # Not supported.
+    skip_special_tokens: Annotated[JsonValue, Only(True)] = None
+    spaces_between_special_tokens: Annotated[JsonValue, Only(True)] = None
+    include_stop_str_in_output: Annotated[JsonValue, Only(False)] = None
+    allowed_token_ids: Annotated[JsonValue, Only()] = None
+    bad_words: Annotated[JsonValue, Only([])] = None
+    truncate_prompt_tokens: Annotated[JsonValue, Only()] = None
+    prompt_logprobs: Annotated[JsonValue, Only()] = None
+    use_beam_search: Annotated[JsonValue, Only(False)] = None
+    length_penalty: Annotated[JsonValue, Only(1, 1.0)] = None
+    priority: Annotated[JsonValue, Only(0)] = None
+    response_format: Annotated[JsonValue, Only({"type": "text"})] = None
+    structured_outputs: Annotated[JsonValue, Only()] = None
+    guided_json: Annotated[JsonValue, Only()] = None
+    guided_regex: Annotated[JsonValue, Only()] = None
+    guided_choice: Annotated[JsonValue, Only()] = None
+    guided_grammar: Annotated[JsonValue, Only()] = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_stream_options(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only when stream is true")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether each event has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None, choice: int) -> common_pb2.SamplingParams:
+        """Return the message for one choice.
+
+        Args:
+            max_tokens: None: up to the context window.
+            logprobs: alternatives of each token; None: no logprobs.
+            choice: its number among those of its prompt.
+        """
+        made = common_pb2.SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else (self.seed + choice) % 2**64,
+            stop=_listed(self.stop),
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=bool(self.ignore_eos),
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logprobs=logprobs,
+            min_tokens=self.min_tokens or 0,
+        )
+        for token_id, bias in (self.logit_bias or {}).items():
+            made.logit_bias[int(token_id)] = bias
+        return made
+
+
+TopLogprobs = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
+
+
+def _listed(stop: str | Sequence[str] | None) -> Sequence[str]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else stop

@@ -1,0 +1,171 @@
+"""The HTTP server: uvicorn's connections on the gateway's own loop, without uvicorn's signals, threads or polling."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Self
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from common.config import HttpConfig
+from common.errors import ConfigError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+"""An ASGI application."""
+
+_BACKLOG = 2048
+_FLUSH_S = 1.0
+"""How long the last bytes of answers may take at an orderly stop."""
+_NO_HTTP = b'{"error":{"message":"this is not HTTP/1.1","type":"invalid_request_error","param":null,"code":400}}'
+
+
+class HttpHost:
+    """Listens, and runs the application for each request. Create it with `start`; owned by the gateway's loop."""
+
+    def __init__(self, config: HttpConfig, app: App) -> None:
+        self.address = ""
+        """host:port"""
+        self.is_stopping = False
+        self._settings = config
+        self._config = uvicorn.Config(
+            app,
+            loop="none",
+            http=H11Protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",  # what clients do wrong is told to them, not to the log
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(config.idle_s),
+            h11_max_incomplete_event_size=config.head_bytes_max,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._gone = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    @classmethod
+    async def start(cls, config: HttpConfig, app: App, host: str, port: int) -> Self:
+        """Listen.
+
+        Args:
+            config: limits.
+            app: the ASGI application.
+            host: address to listen on.
+            port: 0: any free one.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        hosting = cls(config, app)
+        listener = _listen(host, port)
+        hosting.address = f"{host}:{listener.getsockname()[1]}"
+        loop = asyncio.get_running_loop()
+        hosting._server = await loop.create_server(hosting._connection, sock=listener, backlog=_BACKLOG)
+        return hosting
+
+    @property
+    def num_connections(self) -> int:
+        """Open now."""
+        return len(self._state.connections)
+
+    def abort(self, client: tuple[str, int] | None) -> None:
+        """Cut the connection from this address at once; what it has not read is dropped."""
+        for connection in self._state.connections:
+            if isinstance(connection, _Connection) and connection.client == client:
+                connection.transport.abort()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connections, let requests run for `grace_s`, cancel the rest, close everything. Idempotent."""
+        self.is_stopping = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks and grace_s > 0:
+            await asyncio.wait(set(self._state.tasks), timeout=grace_s)
+        tasks = set(self._state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in list(self._state.connections):
+            connection.transport.close()
+        with contextlib.suppress(TimeoutError):
+            await self._all_gone(_FLUSH_S)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await self._all_gone(_FLUSH_S)
+
+    async def _all_gone(self, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            while self._state.connections:
+                self._gone.clear()
+                await self._gone.wait()
+
+    def _connection(self) -> "_Connection":
+        return _Connection(self._config, self._state, self._settings.arrival_s, self._gone)
+
+
+class _Connection(H11Protocol):
+    """A connection that gives a client only so long to send a request's head."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, arrival_s: float, gone: asyncio.Event) -> None:
+        super().__init__(config, state, {})
+        self._arrival_s = arrival_s
+        self._gone = gone
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
+        """Begin; the clock for the first request runs."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(self._arrival_s, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._expect_nothing()
+        super().connection_lost(exc)
+        self._gone.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on. Part of a head starts the clock, a whole one stops it."""
+        super().data_received(data)
+        is_between = self.conn.their_state is h11.IDLE
+        if not is_between:
+            self._expect_nothing()
+        elif self._late is None and self.conn.trailing_data[0] and not self.transport.is_closing():
+            self._late = self.loop.call_later(self._arrival_s, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's words say less
+        """Answer what is no HTTP."""
+        headers = [("content-type", "application/json"), ("connection", "close")]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            events = (h11.Response(status_code=400, headers=headers), h11.Data(_NO_HTTP), h11.EndOfMessage())
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
+
+    def _expect_nothing(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: is the port taken? ({error.strerror or error})") from error
+    return listener

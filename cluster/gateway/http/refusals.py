@@ -1,0 +1,124 @@
+"""Errors as OpenAI's clients know them: the body, the HTTP code, the header that says when to come back."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pydantic
+
+from common import errors
+from common.status import codes_of
+
+_TYPES: dict[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    499: "request_cancelled",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_RETRY_AFTER_S = 1.0
+_FIELD = re.compile(r"^([a-z][a-z_]*)((?:\[\d+\])?) (?:is|must|has) ")
+_LATER = (429, 503)
+
+
+class HttpError(Exception):
+    """A refusal that only HTTP knows: no such path, wrong method, a body that is too large or too slow."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = dict(headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a client gets instead of an answer."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """Return what to answer; an error that is none of ours or pydantic's becomes a 500 that names its class."""
+    match error:
+        case HttpError():
+            return Refusal(error.status, _body(error.status, error.message, None), error.headers)
+        case pydantic.ValidationError():
+            return _of_validation_error(error)
+        case errors.BatonError():
+            return _of_baton_error(error)
+        case _:
+            return Refusal(500, _body(500, f"internal error: {type(error).__name__}", None))
+
+
+def _of_baton_error(error: errors.BatonError) -> Refusal:
+    status = codes_of(error).http
+    headers = {}
+    if status in _LATER:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or _RETRY_AFTER_S)))
+    code: str | int = status
+    param = None
+    if isinstance(error, errors.NotFoundError) and error.message.startswith("model "):
+        code, param = "model_not_found", "model"
+    elif isinstance(error, errors.InvalidRequestError):
+        # Messages begin with the field that they are about: `max_tokens must be at most ...`.
+        found = _FIELD.match(error.message)
+        param = "".join(found.groups()) if found else None
+        if "context window" in error.message:
+            code = "context_length_exceeded"
+    return Refusal(status, _body(status, error.message, param, code), headers)
+
+
+def _body(status: int, message: str, param: str | None, code: str | int | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status if code is None else code}}
+
+
+def _of_validation_error(error: pydantic.ValidationError) -> Refusal:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of the members of a union that failed, the one that got furthest is the one that was meant.
+    about = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+    furthest = max(about, key=lambda one: len(one["loc"]))
+    kind, message = furthest["type"], furthest["msg"]
+    param = _path(furthest["loc"], kind)
+    if not furthest["loc"] and (named := _NAMED.match(message)):
+        param = named[1]  # a rule about several fields names the first of them
+        return Refusal(400, _body(400, message.removeprefix("Value error, "), param))
+    reason = _reason(kind, message)
+    return Refusal(400, _body(400, f"{param}: {reason}" if param else reason, param or None))
+
+
+_NAMED = re.compile(r"Value error, ([a-z_]+) ")
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool"})
+_IS_NAME = re.compile(r"[a-z0-9_]+")
+
+
+def _path(location: tuple[int | str, ...], kind: str) -> str:
+    """Return `messages[2].content`; names of a union's members are left out, they are ours and not the client's."""
+    path = ""
+    for number, part in enumerate(location):
+        is_theirs = kind == "extra_forbidden" and number == len(location) - 1
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif is_theirs or (number == 0) or (_IS_NAME.fullmatch(part) and part not in _TYPE_NAMES):
+            path += f".{part}" if path else part
+    return path
+
+
+def _reason(kind: str, message: str) -> str:
+    match kind:
+        case "extra_forbidden":
+            return "unknown field"
+        case "missing":
+            return "this field is required"
+        case "json_invalid":
+            return message[:1].lower() + message[1:]
+        case _:
+            return message.removeprefix("Value error, ")

@@ -1,0 +1,104 @@
+"""The small endpoints: models, tokenize, detokenize. Health, readiness and metrics are in app.py."""
+
+import time
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field, JsonValue
+
+from baton_pb.v1 import inference_pb2
+from cluster.gateway.generate import Generator
+from cluster.gateway.http.chat import Message
+from cluster.gateway.http.fields import Fields, Only, TokenId
+from cluster.gateway.request import MESSAGES_MAX, TextPrompt, check_chat, check_model, check_text
+from cluster.gateway.tokenizing import Tokenizing
+from common.errors import InvalidRequestError
+from common.text import Text
+
+
+class TokenizeRequest(Fields):
+    """The body of /tokenize: a prompt or a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    """Of a prompt: add what the tokenizer adds by itself. A conversation's template writes them in any case."""
+    return_token_strs: bool | None = None
+    """Also return each token's text."""
+    add_generation_prompt: Annotated[JsonValue, Only(True)] = None
+    continue_final_message: Annotated[JsonValue, Only(False)] = None
+    chat_template: Annotated[JsonValue, Only()] = None
+    chat_template_kwargs: Annotated[JsonValue, Only({})] = None
+    tools: Annotated[JsonValue, Only([])] = None
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Fields):
+    """The body of /detokenize."""
+
+    model: str = ""
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class TextService:
+    """Text <-> ids, and what is served. Owned by the gateway's loop."""
+
+    def __init__(self, generator: Generator, tokenizing: Tokenizing, text: Text) -> None:
+        self._generator = generator
+        self._tokenizing = tokenizing
+        self._text = text
+        self._created = int(time.time())
+
+    async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
+        """Return the ids of a prompt or a conversation."""
+        limits = self._generator.limits()
+        check_model(asked.model, limits)
+        if asked.messages is not None:
+            chat = inference_pb2.ChatMessages(messages=[message.to_pb() for message in asked.messages])
+            token_ids = await self._tokenizing.token_ids(check_chat(chat, limits))
+        else:
+            text = check_text(asked.prompt or "", limits).text
+            token_ids = await self._tokenizing.token_ids(TextPrompt(text, asked.add_special_tokens))
+        texts = [self._text.token(token_id) for token_id in token_ids] if asked.return_token_strs else None
+        return {
+            "count": len(token_ids),
+            "max_model_len": limits.context_tokens,
+            "tokens": list(token_ids),
+            "token_strs": texts,
+        }
+
+    async def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of ids, special tokens included."""
+        limits = self._generator.limits()
+        check_model(asked.model, limits)
+        if asked.tokens and max(asked.tokens) >= limits.vocab_tokens:
+            raise InvalidRequestError(f"tokens must be below {limits.vocab_tokens}, got {max(asked.tokens)}")
+        return {"prompt": self._text.decode(asked.tokens, skip_special_tokens=False)}
+
+    def models(self) -> dict[str, Any]:
+        """Return the list with the one model."""
+        return {"object": "list", "data": [self.model("")]}
+
+    def model(self, model_id: str) -> dict[str, Any]:
+        """Return the served model.
+
+        Raises:
+            NotFoundError: that is not what is served.
+        """
+        limits = self._generator.limits()
+        check_model(model_id, limits)
+        return {
+            "id": limits.model_id,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "root": limits.model_id,
+            "parent": None,
+            "max_model_len": limits.context_tokens,
+        }

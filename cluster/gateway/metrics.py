@@ -1,0 +1,82 @@
+"""What the gateway measures of its requests, whichever API they came by, and its page for Prometheus."""
+
+from collections import Counter
+
+from cluster.gateway.counts import Counts
+from cluster.gateway.progress import Delta
+from common import telemetry
+from common.clock import Clock
+from common.telemetry import Histogram, Sample, exposition
+
+
+class Metrics:
+    """Owned by the gateway's loop; plain functions."""
+
+    def __init__(self, counts: Counts, clock: Clock) -> None:
+        self.ttft = Histogram(telemetry.TTFT)
+        self.itl = Histogram(telemetry.ITL)
+        self.http_responses: Counter[tuple[str, int]] = Counter()
+        """By path and code."""
+        self.http_connections = 0
+        self._counts = counts
+        self._clock = clock
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._output_tokens = 0
+
+    def stream(self, received_s: float) -> "StreamMetrics":
+        """Measure one request that arrived at `received_s`."""
+        return StreamMetrics(self, received_s, self._clock)
+
+    def took(self, delta: Delta) -> None:
+        """Count a delta's tokens."""
+        self._output_tokens += len(delta.token_ids)
+        if delta.finished is not None:
+            self._prompt_tokens += delta.finished.usage.prompt_tokens
+            self._cached_tokens += delta.finished.usage.cached_tokens
+
+    def page(self) -> str:
+        """Return everything in Prometheus' text format."""
+        counts = self._counts
+        errors = sorted(counts.errors.items())
+        responses = sorted(self.http_responses.items())
+        return exposition(
+            [
+                Sample(telemetry.REQUESTS, counts.requests_total),
+                Sample(telemetry.RUNNING, counts.running),
+                Sample(telemetry.QUEUED, counts.queued),
+                *(Sample(telemetry.ERRORS, number, (code,)) for code, number in errors),
+                Sample(telemetry.RETRIES, counts.counters["retries_total"]),
+                Sample(telemetry.ABANDONED, counts.counters["abandoned_total"]),
+                Sample(telemetry.PROMPT_TOKENS, self._prompt_tokens),
+                Sample(telemetry.CACHED_TOKENS, self._cached_tokens),
+                Sample(telemetry.OUTPUT_TOKENS, self._output_tokens),
+                Sample(telemetry.TTFT, self.ttft),
+                Sample(telemetry.ITL, self.itl),
+                *(Sample(telemetry.HTTP_RESPONSES, number, (path, str(code))) for (path, code), number in responses),
+                Sample(telemetry.HTTP_CONNECTIONS, self.http_connections),
+            ]
+        )
+
+
+class StreamMetrics:
+    """One request's times."""
+
+    def __init__(self, metrics: Metrics, received_s: float, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._last_s = received_s
+        self._has_token = False
+
+    def took(self, delta: Delta) -> None:
+        """Measure a delta. Tokens that come together have no gap between them."""
+        self._metrics.took(delta)
+        count = len(delta.token_ids)
+        if not count:
+            return
+        now = self._clock.now()
+        gap_s, self._last_s = now - self._last_s, now
+        (self._metrics.itl if self._has_token else self._metrics.ttft).observe(gap_s)
+        self._has_token = True
+        if count > 1:
+            self._metrics.itl.observe(0.0, count - 1)

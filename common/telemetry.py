@@ -1,0 +1,100 @@
+"""Every metric: its name, unit and buckets, defined once. What is counted where is the business of its owner."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. Its name ends with its unit."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds, of a histogram."""
+
+
+# Powers of two from 1 ms (5 ms) on: a doubling is what one acts upon.
+_ITL_BUCKETS = tuple(0.001 * 2.0**power for power in range(13))
+_TTFT_BUCKETS = tuple(0.005 * 2.0**power for power in range(15))
+
+REQUESTS = Metric("baton_gateway_requests_total", "counter", "Requests to the cluster, by both APIs; n counts n.")
+RUNNING = Metric("baton_gateway_running_requests", "gauge", "Requests that run now.")
+QUEUED = Metric("baton_gateway_queued_requests", "gauge", "Of the running requests: not placed yet.")
+ERRORS = Metric("baton_gateway_errors_total", "counter", "Requests that ended with an error, by gRPC code.", ("code",))
+RETRIES = Metric("baton_gateway_retries_total", "counter", "Attempts on other workers after one had failed.")
+ABANDONED = Metric("baton_gateway_abandoned_total", "counter", "Requests whose client left before their end.")
+PROMPT_TOKENS = Metric("baton_gateway_prompt_tokens_total", "counter", "Prompt tokens of finished requests.")
+CACHED_TOKENS = Metric("baton_gateway_cached_tokens_total", "counter", "Of these: reused instead of computed.")
+OUTPUT_TOKENS = Metric("baton_gateway_output_tokens_total", "counter", "Tokens handed to clients.")
+TTFT = Metric("baton_gateway_ttft_seconds", "histogram", "Request received -> first token.", (), _TTFT_BUCKETS)
+ITL = Metric("baton_gateway_itl_seconds", "histogram", "Gap between two tokens of a stream.", (), _ITL_BUCKETS)
+HTTP_RESPONSES = Metric(
+    "baton_gateway_http_responses_total", "counter", "HTTP responses, by path and code.", ("path", "code")
+)
+HTTP_CONNECTIONS = Metric("baton_gateway_http_connections", "gauge", "Open HTTP connections.")
+
+
+class Histogram:
+    """Counts of one histogram's buckets. Owned by one loop."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.counts = [0] * (len(metric.buckets) + 1)
+        """One for each bucket, the last one for what is above them all."""
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.metric.buckets, value)] += times
+        self.sum += value * times
+
+
+def exposition(samples: Sequence["Sample"]) -> str:
+    """Return samples in Prometheus' text format 0.0.4; those of one metric must be neighbours."""
+    lines: list[str] = []
+    before = None
+    for sample in samples:
+        metric = sample.metric
+        if metric is not before:
+            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
+            before = metric
+        lines += _lines(sample)
+    return "\n".join([*lines, ""])
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A metric's value now, for one set of label values."""
+
+    metric: Metric
+    value: float | Histogram
+    labels: tuple[str, ...] = ()
+
+
+def _lines(sample: Sample) -> list[str]:
+    name, value = sample.metric.name, sample.value
+    labels = dict(zip(sample.metric.labels, sample.labels, strict=True))
+    if not isinstance(value, Histogram):
+        return [
+            f"{name}{_braces(labels)} {value:g}" if isinstance(value, float) else f"{name}{_braces(labels)} {value}"
+        ]
+    lines, below = [], 0
+    for bound, count in zip([*(f"{bound:g}" for bound in sample.metric.buckets), "+Inf"], value.counts, strict=True):
+        below += count
+        lines.append(f"{name}_bucket{_braces({**labels, 'le': bound})} {below}")
+    return [*lines, f"{name}_sum{_braces(labels)} {value.sum}", f"{name}_count{_braces(labels)} {below}"]
+
+
+def _braces(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
