@@ -48,6 +48,7 @@ def serve(config: ClusterConfig, ready_file: Path | None, report: Report) -> Non
     host, gateway = config.gateway.host, config.gateway
     logs.set_up("serve", config.log_level)
     processes.check_port_free(host, gateway.grpc_port, "gateway.grpc_port")
+    processes.check_port_free(host, gateway.http_port, "gateway.http_port")
     asyncio.run(_Serving(config, ready_file, report).run())
 
 
@@ -168,12 +169,16 @@ class _Serving:
         self._is_ready = True
         states = self._supervisor.snapshot()
         self._write_ready_file(states)
-        address = _address_of(states, Role.GATEWAY)
+        address, http = _address_of(states, Role.GATEWAY), _http_address(states)
         seconds = time.monotonic() - self._started
         hint = "" if self._config.gateway.grpc_port == 50051 else f" --addr {address}"
         self._report.close()
-        self._report.say(f"{READY_WORD} after {seconds:.1f} s: {model.model_id} on grpc://{address}")
+        self._report.say(
+            f"{READY_WORD} after {seconds:.1f} s: {model.model_id} on grpc://{address} and http://{http}/v1"
+        )
         self._report.say(f'try: {_command()} generate{hint} "Why is the sky blue?"')
+        body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True})
+        self._report.say(f" or: curl -N http://{http}/v1/chat/completions -d '{body}'")
 
     def _write_ready_file(self, states: list[MemberState]) -> None:
         if self._ready_file is None:
@@ -185,7 +190,6 @@ class _Serving:
 
 def _addresses(states: list[MemberState]) -> dict[str, Any]:
     """Return what the ready file says: where everything listens, and the processes."""
-    gateway = next(state.place for state in states if state.member.role is Role.GATEWAY)
     described = [
         {
             "id": state.member.name,
@@ -200,7 +204,7 @@ def _addresses(states: list[MemberState]) -> dict[str, Any]:
     ]
     return {
         "grpc": _address_of(states, Role.GATEWAY),
-        "http": None if gateway is None else gateway.extra.get("http"),
+        "http": _http_address(states),
         "router": _address_of(states, Role.ROUTER),
         "processes": described,
         "workers": [entry for entry, state in zip(described, states, strict=True) if state.member.role.is_worker],
@@ -209,6 +213,10 @@ def _addresses(states: list[MemberState]) -> dict[str, Any]:
 
 def _address_of(states: list[MemberState], role: Role) -> str | None:
     return next((s.place.address for s in states if s.member.role is role and s.place is not None), None)
+
+
+def _http_address(states: list[MemberState]) -> str | None:
+    return next((s.place.extra.get("http") for s in states if s.member.role is Role.GATEWAY and s.place), None)
 
 
 def _command() -> str:

@@ -15,7 +15,7 @@ class HostedGateway:
 
     def addresses(self) -> dict[str, str]:
         """Return where it listens."""
-        return {"grpc": self._server.grpc_address}
+        return {"grpc": self._server.grpc_address, "http": self._server.http_address}
 
     async def wait_failed(self) -> None:
         """Never return: requests fail one by one; a dead process is seen by its supervisor."""

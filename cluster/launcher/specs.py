@@ -31,17 +31,21 @@ class ServiceSpec:
 
     def arguments_for(self, launch: Launch) -> dict[str, Any]:
         """Return the entry's arguments for one life, which has to listen where the last one did."""
-        port = None if launch.address is None else int(launch.address.rpartition(":")[2])
+        port = _port(launch.address)
         match self.member.role:
             case Role.ROUTER:
                 return {**self.arguments, "port": port or 0}
             case Role.GATEWAY:
-                config = self.arguments["config"]
-                if port is not None:
-                    config = config.model_copy(update={"grpc_port": port})
+                ports = {"grpc_port": port, "http_port": _port(launch.extra.get("http"))}
+                known = {name: value for name, value in ports.items() if value is not None}
+                config = self.arguments["config"].model_copy(update=known)
                 return {**self.arguments, "config": config, "router_address": launch.router_address}
             case _:
                 return dict(self.arguments)
+
+
+def _port(address: str | None) -> int | None:
+    return None if address is None else int(address.rpartition(":")[2])
 
 
 def service_specs(config: ClusterConfig, model: ModelFolder) -> list[ServiceSpec]:

@@ -52,6 +52,8 @@ class Launch:
     """Where the previous life listened: listen there again. None: anywhere, as configured."""
     router_address: str | None
     """The gateway needs it."""
+    extra: dict[str, str] = field(default_factory=dict)
+    """Further addresses of the previous life, by name, to listen at again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +186,9 @@ class Fleet:
         # Workers get a new port each time: nobody must take the new process for the old one. Router and gateway keep
         # theirs, since their clients find them by it.
         keeps_address = not state.member.role.is_worker and state.place is not None
-        address = state.place.address if keeps_address and state.place is not None else None
-        return Launch(state.member, state.life, address, self._router_address())
+        if not keeps_address or state.place is None:
+            return Launch(state.member, state.life, None, self._router_address())
+        return Launch(state.member, state.life, state.place.address, self._router_address(), state.place.extra)
 
     def _router_address(self) -> str | None:
         for state in self._states.values():

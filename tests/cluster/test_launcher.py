@@ -45,10 +45,12 @@ def test_router_and_gateway_listen_where_their_last_life_did() -> None:
 
     first = router.arguments_for(Launch(router.member, 1, None, None))
     second = router.arguments_for(Launch(router.member, 2, "127.0.0.1:4001", None))
-    again = gateway.arguments_for(Launch(gateway.member, 2, "127.0.0.1:4002", "127.0.0.1:4001"))
+    extra = {"http": "127.0.0.1:4003"}
+    again = gateway.arguments_for(Launch(gateway.member, 2, "127.0.0.1:4002", "127.0.0.1:4001", extra))
 
     assert (first["port"], second["port"]) == (0, 4001)
     assert (again["config"].grpc_port, again["router_address"]) == (4002, "127.0.0.1:4001")
+    assert again["config"].http_port == 4003
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, "1"), (3, "3"), (0, None)])

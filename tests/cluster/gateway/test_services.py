@@ -197,7 +197,9 @@ def test_a_gateway_that_cannot_start_says_why_in_one_line(model_dir: Path, tmp_p
         async with fake_cluster(model_dir) as cluster:
             port = int(cluster.gateway.grpc_address.rpartition(":")[2])
             with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-                await GatewayServer.start(GatewayConfig(grpc_port=port, http_port=0), model_dir, "fake", cluster.router.address)
+                await GatewayServer.start(
+                    GatewayConfig(grpc_port=port, http_port=0), model_dir, "fake", cluster.router.address
+                )
 
         with pytest.raises(ConfigError, match=r"config\.json is missing"):
             await GatewayServer.start(GatewayConfig(grpc_port=0, http_port=0), tmp_path, "fake", "127.0.0.1:1")
