@@ -260,13 +260,14 @@ class Router:
             states = self.workers.states(*_DECODERS)
             failed = f"; {', '.join(sorted(request.excluded))} failed this request" if request.excluded else ""
             raise WorkerLostError(f"no decode worker can take a request: {states}{failed}", RETRY_AFTER_S)
-        roomy = [worker for worker in decoders if worker.holds(request.num_tokens + 1)]
+        roomy = [worker for worker in decoders if worker.holds(request.num_tokens)]
         if not roomy:
             largest = max(w.facts.num_blocks * w.facts.block_tokens for w in decoders if w.facts is not None)
             raise InvalidRequestError(
                 f"prompt has {request.num_tokens} tokens, the largest pool of a worker holds {largest}, output included"
             )
-        return roomy
+        ample = [worker for worker in roomy if worker.can_finish(request.num_tokens, request.max_output_tokens)]
+        return ample or roomy  # who cannot finish it will say so, with need and limit
 
     def _candidate(self, worker: Worker, hashes: Sequence[bytes]) -> Candidate:
         return Candidate(

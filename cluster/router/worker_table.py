@@ -90,8 +90,18 @@ class Worker:
         return max(self.load.waiting_sequences + self.load.running_sequences, self.account.reservations)
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether its whole pool is large enough for so many tokens."""
-        return self.facts is not None and num_tokens <= self.facts.num_blocks * self.facts.block_tokens
+        """Whether its whole pool is large enough for so many tokens, and one more, which a worker asks for."""
+        return self.facts is not None and num_tokens < self.facts.num_blocks * self.facts.block_tokens
+
+    def can_finish(self, num_tokens: int, max_output_tokens: int) -> bool:
+        """Whether its whole pool is large enough for all of a request that it holds.
+
+        All that the window leaves is no wish of its own: such a request ends when the pool is full, at the latest.
+        """
+        if self.facts is None:
+            return False
+        most = num_tokens + max_output_tokens
+        return most <= self.facts.num_blocks * self.facts.block_tokens or most >= self.facts.context_tokens
 
 
 class WorkerTable:

@@ -157,6 +157,34 @@ def test_a_prompt_goes_to_the_pool_that_can_hold_it() -> None:
     assert {ids(router.place(ask(500)))[0] for _ in range(8)} == {"d1"}
 
 
+def test_a_request_goes_to_the_pool_that_can_finish_it_if_there_is_one() -> None:
+    router = make(D0, D1)
+    router.welcome("d1", facts(2, num_blocks=104))
+    router.report("d1", WorkerLoad())
+
+    def placed(num_tokens: int, max_output_tokens: int) -> set[str]:
+        chosen = set()
+        for _ in range(16):
+            reservation = router.place(PlacementRequest("r", num_tokens, max_output_tokens))
+            chosen.add(ids(reservation)[0])
+            reservation.release()
+        return chosen
+
+    assert placed(385, 16) == {"d1"}
+    assert placed(384, 16) == {"d0", "d1"}
+    assert placed(399, 113) == {"d0", "d1"}, "the rest of the window is no wish of its own"
+    assert placed(398, 80) == {"d0", "d1"}, "nobody can: any of them says so in numbers"
+
+
+def test_a_prompt_that_fills_a_prefill_workers_pool_is_not_sent_there() -> None:
+    router = make(P0, D0)
+    router.welcome("d0", facts(2, num_blocks=200))
+    router.report("d0", WorkerLoad())
+
+    assert ids(router.place(ask(400))) == ("d0", None)
+    assert ids(router.place(ask(399))) == ("d0", "p0")
+
+
 def test_a_placement_counts_at_once_and_a_report_is_not_added_to_it() -> None:
     router = make(P0, D0, policy="least_loaded")
     router.place(ask(10))
