@@ -25,6 +25,10 @@ class SessionLostError(WorkerLostError):
     """The session with the decode worker broke: it is this worker that was lost, and no other."""
 
 
+class UnreadError(OverloadedError):
+    """The client does not read its tokens: no worker's fault, and another one would not help."""
+
+
 class Outputs(NamedTuple):
     """What a sequence has produced since last asked."""
 
@@ -91,7 +95,7 @@ class SequenceStream:
         elif len(self._tokens) > self._unread_tokens_max:
             self._client.cancel(self.request_id, wants_summary=False)
             self._tokens = []
-            self.fail(OverloadedError(f"the client left more than {self._unread_tokens_max} tokens unread"))
+            self.fail(UnreadError(f"the client left more than {self._unread_tokens_max} tokens unread"))
         self._changed.set()
 
     def fail(self, error: BatonError) -> None:

@@ -8,7 +8,7 @@ from random import Random
 
 from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
 from cluster.gateway.counts import Counts
-from cluster.gateway.decode_client import DecodeClients
+from cluster.gateway.decode_client import DecodeClients, UnreadError
 from cluster.gateway.failures import Failures
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.progress import Delta, Progress
@@ -127,6 +127,8 @@ class Generator:
                     async for delta in deltas:
                         yield delta
                 return
+            except UnreadError:
+                raise
             except (WorkerLostError, OverloadedError) as error:
                 if attempt == self._config.retries_max:
                     raise

@@ -1,12 +1,15 @@
 """Generate over real gRPC and fake workers: what the client sees, and what the workers were asked."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
-from baton_pb.v1 import common_pb2, inference_pb2, worker_pb2
+from baton_pb.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from cluster.fake_worker import FakeModel
 from common.errors import (
     BatonError,
@@ -245,6 +248,28 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on(model_dir: Path) 
                 await reader.next()
             reader.close()
             assert len((await cluster.ask(request(max_tokens=5))).token_ids) == 5
+
+    run(scenario())
+
+
+def test_a_client_that_does_not_read_is_not_tried_on_another_worker(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0, num_decode=2, unread_tokens_max=20) as cluster:
+            narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+            async with grpc.aio.insecure_channel(cluster.gateway.grpc_address, options=narrow) as channel:
+                call: Any = inference_pb2_grpc.InferenceStub(channel).Generate(request(max_tokens=500, logprobs=20))
+                await call.read()
+                workers = cluster.workers.values()
+                await until(lambda: any(worker.cancelled for worker in workers), "not cancelled")
+
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    while isinstance(await call.read(), inference_pb2.GenerateResponse):
+                        pass
+
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await call.details() == "the client left more than 20 tokens unread"
+            assert sum(len(worker.started) for worker in workers) == 1
+            assert "retries_total" not in (await cluster.status()).gateway.counters
 
     run(scenario())
 
