@@ -1,0 +1,213 @@
+"""Streams on the wire: framing, comments in long waits, failures in the middle, clients that leave or do not read."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.gateway.server import GatewayServer
+from common.config import GatewayConfig
+from common.errors import BatonError
+from tests.cluster.fake_cluster import HOST, LIMIT_S, FakeCluster, fake_cluster, run, until
+from tests.cluster.gateway.http.wire import Response, event, post, request_bytes, wire
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+STREAM = {**CHAT, "stream": True}
+PATH = "/v1/chat/completions"
+
+
+def test_events_are_data_lines_ended_by_done(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster, wire(cluster) as connection:
+            connection.send(PATH, STREAM, x_request_id="mine-7")
+            status, headers = await connection.head()
+            events = await connection.rest()
+
+            assert status == 200
+            assert headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert headers["x-request-id"] == "mine-7"
+            assert "date" in headers
+            assert events[-1] == "data: [DONE]"
+            assert {event(text)["id"] for text in events[:-1]} == {"chatcmpl-mine-7"}
+            assert event(events[0])["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            assert "usage" not in event(events[0])
+            connection.send("/health", method="GET")
+            assert (await connection.response()).status == 200  # the connection can be used again
+
+    run(scenario())
+
+
+def test_the_first_token_is_flushed_at_once_and_with_the_role(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0) as cluster, wire(cluster) as connection:
+            worker = cluster.worker("d0")
+            worker.step_s = 0.05
+            connection.send("/v1/completions", {"prompt": "hello", "max_tokens": 400, "stream": True})
+            await connection.head()
+
+            first = await connection.chunk()
+            worker.may_step.clear()
+
+            assert event(first.decode().split("\n\n")[0])["choices"][0]["text"] == "he"
+            connection.cut()
+            await until(lambda: worker.num_running == 0, "still running")
+            worker.may_step.set()
+
+    run(scenario())
+
+
+def test_a_long_wait_is_bridged_by_comments(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"keepalive_s": 0.05}) as cluster, wire(cluster) as connection:
+            cluster.worker("d0").may_step.clear()
+            connection.send(PATH, STREAM)
+            await connection.head()
+
+            waited = [await connection.chunk() for _ in range(3)]
+            cluster.worker("d0").may_step.set()
+            events = await connection.rest()
+
+            assert waited == [b": still waiting\n\n"] * 3
+            assert events[-1] == "data: [DONE]"
+            assert event(events[-2])["choices"][0]["finish_reason"] == "length"
+
+    run(scenario())
+
+
+def test_a_failure_after_the_beginning_is_an_event_and_then_the_end(model_dir: Path) -> None:
+    async def scenario() -> None:
+        settings: dict[str, Any] = {"http": {"keepalive_s": 0.05}, "retries_max": 0}
+        async with fake_cluster(model_dir, num_prefill=0, **settings) as cluster, wire(cluster) as connection:
+            cluster.worker("d0").may_step.clear()
+            connection.send(PATH, STREAM)
+            assert (await connection.head())[0] == 200
+
+            await cluster.worker("d0").kill()
+            *_, error, done = await connection.rest()
+
+            assert event(error)["error"]["type"] == "service_unavailable_error"
+            assert "d0" in event(error)["error"]["message"]
+            assert done == "data: [DONE]"
+
+    run(scenario())
+
+
+def test_one_choice_that_fails_ends_the_others(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0) as cluster:
+            cluster.worker("d0").step_s = 0.01
+            cluster.worker("d0").refuse(BatonError("broken"))
+
+            answer = await post(cluster, PATH, {**CHAT, "n": 3, "max_tokens": 400})
+
+            assert (answer.status, answer.error["message"]) == (500, "broken")
+            await until(lambda: cluster.worker("d0").num_running == 0, "still running")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM, {**STREAM, "n": 2}], ids=["whole", "stream", "two"])
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_client_that_leaves_frees_everything(model_dir: Path, body: dict[str, Any], stage: str) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster, wire(cluster) as connection:
+            stuck = cluster.worker("p0" if stage == "prefill" else "d0")
+            stuck.may_step.clear()
+            connection.send(PATH, body)
+            await until(lambda: len(cluster.worker("d0").started) == body.get("n", 1), "not started")
+
+            connection.cut()
+
+            await until(lambda: cluster.worker("d0").num_running == 0, "still running")
+            await until(lambda: cluster.router.status().reservations == 0, "reservations are left")
+            stuck.may_step.set()
+
+    run(scenario())
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_disturbs_nobody(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0, http={"unread_s": 0.3}) as cluster:
+            host, _, port = cluster.gateway.http_address.rpartition(":")
+            deaf = socket.socket()
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(deaf, (host, int(port)))
+            # Events with logprobs are some hundred kilobytes in all, more than the kernel buffers.
+            body = {"prompt": ["hello"] * 30, "n": 4, "max_tokens": 480, "stream": True, "logprobs": 10}
+            await asyncio.get_running_loop().sock_sendall(deaf, request_bytes("/v1/completions", body))
+            await until(lambda: len(cluster.worker("d0").started) == 120, "not started")
+
+            answer = await post(cluster, PATH, CHAT)
+
+            assert answer.status == 200
+            async with asyncio.timeout(LIMIT_S):
+                while (await cluster.status()).gateway.running_requests:  # noqa: ASYNC110  # no event says so
+                    await asyncio.sleep(0.02)
+            assert not await _all_of(deaf)
+
+    run(scenario())
+
+
+def test_a_gateway_that_stops_tells_its_streams(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"keepalive_s": 0.05}) as cluster, wire(cluster) as begun:
+            async with wire(cluster) as waiting:
+                cluster.worker("d0").may_step.clear()
+                begun.send(PATH, STREAM)
+                waiting.send(PATH, CHAT)
+                await begun.head()
+                await until(lambda: len(cluster.worker("d0").started) == 2, "not started")
+
+                await cluster.gateway.stop()
+
+                *_, error, done = await begun.rest()
+                answer: Response = await waiting.response()
+                assert event(error)["error"]["message"] == "the gateway stops"
+                assert done == "data: [DONE]"
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert await begun.is_closed()
+            cluster.worker("d0").may_step.set()
+            await start_again(cluster, model_dir)
+
+    run(scenario())
+
+
+def test_a_gateway_that_stops_lets_requests_finish_in_their_time(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster, wire(cluster) as connection:
+            cluster.worker("d0").may_step.clear()
+            connection.send(PATH, CHAT)
+            await until(lambda: len(cluster.worker("d0").started) == 1, "not started")
+
+            stopping = asyncio.create_task(cluster.gateway.stop(5.0))
+            await asyncio.sleep(0)
+            cluster.worker("d0").may_step.set()
+            answer = await connection.response()
+            await stopping
+
+            assert answer.json["choices"][0]["finish_reason"] == "length"
+            await start_again(cluster, model_dir)
+
+    run(scenario())
+
+
+async def _all_of(deaf: socket.socket) -> bool:
+    """Return whether an answer came to its end; at last read it."""
+    data = b""
+    with deaf:
+        try:
+            while part := await asyncio.get_running_loop().sock_recv(deaf, 1 << 20):
+                data += part
+        except ConnectionError:
+            pass
+    return data.endswith(b"0\r\n\r\n")
+
+
+async def start_again(cluster: FakeCluster, model_dir: Path) -> None:
+    """Give the cluster a gateway: its end asks it for its figures."""
+    config = GatewayConfig(host=HOST, grpc_port=0, http_port=0)
+    cluster.gateway = await GatewayServer.start(config, model_dir, "fake", cluster.router.address)
+    await cluster.reconnect()

@@ -1,0 +1,239 @@
+"""Whatever a client sends ends in an error that names the field, with OpenAI's body; never in a 500."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.gateway.http.refusals import refusal_of
+from common import errors
+from common.status import CODES
+from tests.cluster.fake_cluster import fake_cluster, run
+from tests.cluster.gateway.http.wire import get, post, wire
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+COMPLETION: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant", "tool_calls": [TOOL]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": "word " * 500}]}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ({"max_tokens": 9_999}, "max_tokens"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"temperature": 1e9}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"5": 9999}}, "logit_bias.5"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"stop_token_ids": [320]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+    ({"tools": [TOOL]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"priority": 5}, "priority"),
+    ({"tempurature": 1}, "tempurature"),
+]
+WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": [-1]}, "prompt[0]"),
+    ({"prompt": [320]}, "token_ids"),
+    ({"prompt": [320], "echo": True}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+]
+
+
+def test_each_wrong_field_is_named(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            for path, good, cases in (
+                ("/v1/chat/completions", CHAT, WRONG_CHATS),
+                ("/v1/completions", COMPLETION, WRONG_COMPLETIONS),
+            ):
+                for wrong, param in cases:
+                    answer = await post(cluster, path, {**good, **wrong})
+                    seen = (answer.status, answer.error["type"], answer.error["param"])
+                    assert seen == (400, "invalid_request_error", param), (str(wrong)[:200], answer.error)
+
+    run(scenario())
+
+
+def test_what_changes_nothing_is_accepted(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            harmless = {
+                "user": "me",
+                "store": True,
+                "metadata": {"a": "b"},
+                "service_tier": "flex",
+                "prompt_cache_key": "k",
+                "priority": 0,
+                "response_format": {"type": "text"},
+                "skip_special_tokens": True,
+                "n": None,
+                "stop": None,
+                "logit_bias": None,
+            }
+            chat = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}
+            parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+            messages = [{"role": "developer", "content": parts, "name": "x"}, {"role": "user", "content": None}]
+
+            first = await post(cluster, "/v1/chat/completions", {**CHAT, **harmless, **chat, "messages": messages})
+            second = await post(cluster, "/v1/completions", {**COMPLETION, **harmless, "best_of": 1, "suffix": None})
+
+            assert (first.status, second.status) == (200, 200), (first.body, second.body)
+            told = await post(cluster, "/tokenize", {"messages": messages, "return_token_strs": True})
+            assert "".join(told.json["token_strs"]).startswith(
+                "<|im_start|>system\na\nb<|im_end|>\n<|im_start|>user\n<|"
+            )
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"5", b"\xff", b'{"prompt":"\\ud800"}', b'{"prompt":NaN}', b"[" * 100_000], ids=repr
+)
+def test_what_is_no_request_is_refused(model_dir: Path, body: bytes) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            answer = await post(cluster, "/v1/completions", body)
+
+            assert (answer.status, answer.error["code"]) == (400, 400)
+
+    run(scenario())
+
+
+def test_paths_and_methods_that_do_not_exist(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            assert (await get(cluster, "/v1/embeddings")).error["code"] == 404
+            wrong = await get(cluster, "/v1/completions")
+            assert (wrong.status, wrong.headers["allow"]) == (405, "post")
+            assert (await get(cluster, "/v1/models", "DELETE")).status == 405
+            assert (await get(cluster, "/v1/models/x/y")).error["param"] == "model"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(model_dir: Path, announced: bool) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"body_bytes_max": 1000}) as cluster, wire(cluster) as connection:
+            if announced:
+                connection.send("/tokenize", b"", content_length="1001")
+            else:
+                head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+                connection.writer.write(head + b"3e9\r\n" + b"x" * 1001 + b"\r\n")
+
+            answer = await connection.response()
+
+            assert (answer.status, answer.error["message"]) == (413, "the body has more than 1000 bytes")
+            assert await connection.is_closed()
+
+    run(scenario())
+
+
+def test_a_request_that_comes_too_slowly_is_ended(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"arrival_s": 0.1}) as cluster:
+            async with wire(cluster) as connection:
+                connection.send("/tokenize", b"{", content_length="100")
+                assert (await connection.response()).status == 408
+            async with wire(cluster) as silent:
+                assert await silent.is_closed()
+            async with wire(cluster) as connection:
+                connection.send("/health", method="GET")
+                await connection.response()
+                connection.writer.write(b"GET /health HT")
+                assert await connection.is_closed()
+
+    run(scenario())
+
+
+def test_what_is_no_http_is_told_so(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"head_bytes_max": 2000}) as cluster:
+            for data in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nbig: " + b"x" * 5000):
+                async with wire(cluster) as connection:
+                    connection.writer.write(data)
+                    assert (await connection.head())[0] == 400
+                    assert json.loads(await connection.reader.read())["error"]["type"] == "invalid_request_error"
+
+    run(scenario())
+
+
+def test_more_connections_than_may_be_are_told_to_come_back(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"connections_max": 1}) as cluster, wire(cluster) as first:
+            first.send("/health", method="GET")
+            assert (await first.response()).status == 200
+
+            second = await get(cluster, "/health")
+
+            assert (second.status, second.headers["retry-after"]) == (503, "1")
+
+    run(scenario())
+
+
+def test_more_requests_than_may_run_are_told_to_come_back(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, running_max=1) as cluster, wire(cluster) as first:
+            cluster.worker("d0").may_step.clear()
+            first.send("/v1/completions", COMPLETION)
+            await asyncio.wait_for(cluster.worker("d0").sequence_started.wait(), 10)
+
+            answer = await post(cluster, "/v1/completions", COMPLETION)
+
+            assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+            assert answer.headers["retry-after"] == "1"
+            cluster.worker("d0").may_step.set()
+            assert (await first.response()).status == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", CODES, ids=lambda kind: kind.__name__)
+def test_every_error_has_its_code_and_words(kind: type[errors.BatonError]) -> None:
+    refusal = refusal_of(kind("the words", 1.5))
+
+    assert refusal.status == CODES[kind].http
+    assert refusal.body["error"]["message"] == "the words"
+    assert refusal.headers.get("retry-after") == ("2" if refusal.status in (429, 503) else None)
+
+
+def test_an_unforeseen_error_says_its_class_and_nothing_else() -> None:
+    assert refusal_of(KeyError("secret")).body["error"]["message"] == "internal error: KeyError"
