@@ -107,6 +107,20 @@ def test_each_choice_has_a_seed_of_its_own_and_the_first_one_the_given(model_dir
     run(scenario())
 
 
+def test_each_prompt_of_a_batch_counts_once_whatever_n_is(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster, client_of(cluster) as client:
+            prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+            answer = await client.completions.create(model="fake", prompt=prompts, n=2, max_tokens=3)
+
+            assert answer.usage is not None
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 12)
+            assert answer.usage.prompt_tokens_details is not None
+            assert answer.usage.prompt_tokens_details.cached_tokens == 4  # the fake worker says 2 of each
+
+    run(scenario())
+
+
 def test_every_choice_of_a_stream_is_complete(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir) as cluster, client_of(cluster) as client:
