@@ -1,10 +1,18 @@
 """Every error that crosses a process. common/status.py maps them to gRPC and HTTP codes."""
 
+MESSAGE_CHARACTERS_MAX = 600
+"""Longest message. It may quote what a client sent, and a gRPC status has room for 8 KB, in which a character can take
+12: a longer one would arrive as RESOURCE_EXHAUSTED, whatever its code was."""
+_CUT = " ... "
+
 
 class BatonError(Exception):
     """Root of all operating errors: something went wrong that is not the caller's fault. Programmer errors assert."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        if len(message) > MESSAGE_CHARACTERS_MAX:
+            half = (MESSAGE_CHARACTERS_MAX - len(_CUT)) // 2
+            message = message[:half] + _CUT + message[-half:]
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s

@@ -56,11 +56,12 @@ def test_an_unknown_code_is_an_internal_error() -> None:
     assert type(error_from_pb(error_to_pb(errors.BatonError("x")))) is errors.BatonError
 
 
-@every_error
-def test_an_error_survives_a_call(cls: type[errors.BatonError]) -> None:
+def _after_a_call(raised: errors.BatonError) -> errors.BatonError:
+    """Return what a caller gets when a server's method raises an error."""
+
     async def serve(request: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
         async with rpc_errors_to_status(context):
-            raise cls("the worker's own words", 1.5)
+            raise raised
 
     async def scenario() -> errors.BatonError:
         server = grpc.aio.server()
@@ -77,12 +78,27 @@ def test_an_error_survives_a_call(cls: type[errors.BatonError]) -> None:
         finally:
             await server.stop(None)
 
-    error = asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+@every_error
+def test_an_error_survives_a_call(cls: type[errors.BatonError]) -> None:
+    error = _after_a_call(cls("the worker's own words", 1.5))
 
     assert type(error) is cls
     assert error.message == "the worker's own words"
     assert error.retry_after_s == 1.5
     assert isinstance(error.__cause__, grpc.RpcError)
+
+
+@pytest.mark.parametrize("character", ["x", "\N{SLIGHTLY SMILING FACE}"])
+def test_an_error_that_quotes_a_long_text_keeps_its_class_and_both_ends(character: str) -> None:
+    error = _after_a_call(errors.NotFoundError(f"model {character * 100_000} is not served here", 1.5))
+
+    assert type(error) is errors.NotFoundError
+    assert error.message.startswith(f"model {character}")
+    assert error.message.endswith(f"{character} is not served here")
+    assert len(error.message) <= errors.MESSAGE_CHARACTERS_MAX
 
 
 def test_a_connection_that_cannot_be_made_is_a_lost_worker() -> None:
