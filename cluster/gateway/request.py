@@ -126,7 +126,7 @@ def check_chat(messages: inference_pb2.ChatMessages, limits: Limits) -> ChatProm
     """Return a prompt of chat messages.
 
     Raises:
-        InvalidRequestError: none, too many or too long ones, one without a role.
+        InvalidRequestError: none, too many or too long ones, one without a role, or nothing said in any of them.
     """
     if not messages.messages:
         raise InvalidRequestError("prompt is empty: chat has no messages")
@@ -135,6 +135,8 @@ def check_chat(messages: inference_pb2.ChatMessages, limits: Limits) -> ChatProm
     for number, message in enumerate(messages.messages):
         if not message.role:
             raise InvalidRequestError(f"chat message {number} has no role")
+    if not any(message.content for message in messages.messages):
+        raise InvalidRequestError("prompt is empty: no chat message has any content")
     _check_length(sum(len(message.content) for message in messages.messages), limits)
     return ChatPrompt(tuple({"role": message.role, "content": message.content} for message in messages.messages))
 

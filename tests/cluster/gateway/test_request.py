@@ -73,6 +73,7 @@ def test_a_sampling_field_out_of_range_is_named(sampling: dict[str, Any], words:
         pytest.param(inference_pb2.GenerateRequest(text=""), "prompt is empty", id="empty text"),
         pytest.param(inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds()), "prompt is empty", id="no ids"),
         pytest.param(chat(), "chat has no messages", id="no messages"),
+        pytest.param(chat(("system", ""), ("user", "")), "no chat message has any content", id="nothing said"),
         pytest.param(chat(("user", "a"), ("", "b")), "chat message 1 has no role", id="no role"),
         pytest.param(chat(*[("user", "x")] * 4097), "at most 4096 messages, got 4097", id="many messages"),
         pytest.param(
