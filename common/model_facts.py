@@ -59,9 +59,10 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"model file {path} is missing") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read model file {path}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model file {path} is not readable JSON: {reason}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"model file {path} must hold an object, not a {type(value).__name__}")
+        raise ConfigError(f"model file {path} holds a {type(value).__name__}, not an object")
     return value
 
 

@@ -4,7 +4,6 @@ A source is a folder with safetensors or a `.gguf` file on this machine; what a 
 model store's business.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import transformers
 
 from common.errors import ConfigError
+from common.model_facts import read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Values of config.json's model_type whose attention the paged backend reproduces."""
@@ -60,12 +60,12 @@ def _check_folder(folder: Path) -> None:
     """Read what can be read cheaply, so that an error names the file."""
     if not folder.is_dir():
         raise ConfigError(f"no model folder at {folder}")
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(f"{folder / 'config.json'}: model_type {family!r} is not supported: {', '.join(FAMILIES)}")
     index = folder / "model.safetensors.index.json"
-    shards = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
+    shards = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
     if not shards:
         raise ConfigError(f"{index} names no files")
     for shard in shards:
@@ -118,18 +118,6 @@ def _check_supported(path: Path, config: Any) -> None:
     for parameters in per_kind:
         if parameters.get("rope_type", "default") not in ROPE_TYPES:
             raise ConfigError(f"model {path}: rotary embedding {parameters['rope_type']!r} is not supported")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"model file {file} is missing") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model file {file} is not readable JSON: {_one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"model file {file} holds a {type(content).__name__}, not an object")
-    return content
 
 
 def _one_line(error: object) -> str:

@@ -1,12 +1,12 @@
 """config.json -> what the kernels need to know of a Llama-shaped model, or the reason why they cannot serve it."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.model_facts import read_json
 from engine.cpu.rope import Rope, parse_rope
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
@@ -60,11 +60,11 @@ def read_architecture(folder: Path) -> Architecture:
     Raises:
         ConfigError: missing, unreadable, or something that the kernels do not know; the message says what.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if reason := supports(config):
         raise ConfigError(f"{folder / 'config.json'}: {reason}")
     generation = folder / "generation_config.json"
-    eos = (_read_json(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
+    eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
     return _parse(config, frozenset([eos] if isinstance(eos, int) else eos or []))
 
 
@@ -161,15 +161,3 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 def _kv_heads(config: dict[str, Any]) -> int:
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"model file {file} is missing") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model file {file} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"model file {file} holds a {type(content).__name__}, not an object")
-    return content
