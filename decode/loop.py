@@ -24,9 +24,8 @@ from decode.landing import LandingRun
 from decode.prefill_calls import PrefillCalls
 from decode.scheduler import DecodeScheduler, PlannedChunk
 from decode.session import GatewaySession
-from decode.stream import Phase, TokenStream, token_pb
+from decode.stream import Phase, TokenStream
 from engine.engine import Engine
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.service import LoopLoad
 from engine.step import ScheduledChunk, TokenOutput
@@ -144,7 +143,7 @@ class DecodeLoop:
                 continue
             self._engine.complete(chunk, output)
             if output is not None:
-                self._take_token(stream, token_pb(output))
+                self._take_token(stream, output.to_pb())
         self._planned = []
         self._changed()
 
@@ -245,7 +244,7 @@ class DecodeLoop:
             raise OverloadedError(f"worker {self._worker_id} is draining", RETRY_AFTER_S)
         if not request.request_id or request.request_id in session.streams:
             raise InvalidRequestError(f"request_id {request.request_id!r} is empty or in use in this session")
-        sequence = self._sequence(request)
+        sequence = self._engine.sequence_from_pb(request)
         if (reason := self._finish_reason(sequence)) is not None:  # it moved here after its last token
             finished = worker_pb2.SequenceFinished(reason=reason)
             session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, finished=finished))
@@ -265,17 +264,6 @@ class DecodeLoop:
         self._admit()
         self.runner.wake()
         self._changed()
-
-    def _sequence(self, request: worker_pb2.StartRequest) -> Sequence:
-        sampling = SamplingParams.from_pb(request.sampling, self._engine.vocab_tokens)
-        return Sequence.start(
-            request.request_id,
-            list(request.token_ids),
-            request.num_prompt_tokens,
-            sampling,
-            self._engine.layout.block_tokens,
-            request.cache_salt,
-        )
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what can never be served, then what finds no place in the queue."""

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from baton_pb.v1 import common_pb2, worker_pb2
 from engine.sequence import Sequence
-from engine.step import TokenOutput
 
 
 class StreamSession(Protocol):
@@ -77,11 +76,3 @@ class TokenStream:
             first_decode_s=first_decode_s,
             transport=self.transport,
         )
-
-
-def token_pb(output: TokenOutput) -> common_pb2.SampledToken:
-    """Encode a sampled token."""
-    token = common_pb2.SampledToken(token_id=output.token_id, logprob=output.logprob)
-    for token_id, logprob in output.top:
-        token.top.add(token_id=token_id, logprob=logprob)
-    return token

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Protocol
 
-from baton_pb.v1 import common_pb2
+from baton_pb.v1 import common_pb2, worker_pb2
 from common.config import EngineConfig
 from common.errors import InvalidRequestError
 from engine.block_pool import BlockPool
@@ -78,6 +78,21 @@ class Engine:
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.layout.block_tokens)
+
+    def sequence_from_pb(self, request: worker_pb2.StartRequest | worker_pb2.PrefillRequest) -> Sequence:
+        """Return the sequence that a message asks for; it holds no block yet.
+
+        Raises:
+            InvalidRequestError: naming what is wrong with prompt or sampling.
+        """
+        return Sequence.start(
+            request.request_id,
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            SamplingParams.from_pb(request.sampling, self.vocab_tokens),
+            self.layout.block_tokens,
+            request.cache_salt,
+        )
 
     def check_request(self, token_ids: Seq[int], sampling: SamplingParams) -> None:
         """Refuse a request that this engine could never serve.

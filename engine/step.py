@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from baton_pb.v1 import common_pb2
 from engine.sequence import Sequence
 
 
@@ -23,6 +24,13 @@ class TokenOutput(NamedTuple):
     token_id: int
     logprob: float | None
     top: list[tuple[int, float]]
+
+    def to_pb(self) -> common_pb2.SampledToken:
+        """Encode it for a message."""
+        token = common_pb2.SampledToken(token_id=self.token_id, logprob=self.logprob)
+        for token_id, logprob in self.top:
+            token.top.add(token_id=token_id, logprob=logprob)
+        return token
 
 
 class Limits(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Self
 
 import grpc
 
-from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.clock import Clock, MonotonicClock
 from common.config import EngineConfig, PrefillConfig, TransferConfig
 from common.errors import WorkerLostError
@@ -15,8 +15,6 @@ from common.logs import log
 from common.status import rpc_errors_to_status
 from engine.engine import Engine
 from engine.rpc_server import RpcServer, deadline
-from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
 from engine.service import Identity, WorkerService
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.interface import Endpoint
@@ -45,7 +43,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     ) -> None:
         """Prefill the prompt, send its first token, then wait for the push to be confirmed."""
         async with rpc_errors_to_status(context), deadline(request.timeout_s):
-            handoff = Handoff(self._loop, self._endpoint, self._sequence(request), request.ticket)
+            handoff = Handoff(self._loop, self._endpoint, self._engine.sequence_from_pb(request), request.ticket)
             try:
                 first_token = await handoff.first_token()
                 await context.write(worker_pb2.PrefillUpdate(first_token=_first_token_pb(first_token)))
@@ -54,17 +52,6 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 await context.write(worker_pb2.PrefillUpdate(pushed=pushed))
             finally:
                 handoff.cancel()
-
-    def _sequence(self, request: worker_pb2.PrefillRequest) -> Sequence:
-        sampling = SamplingParams.from_pb(request.sampling, self._engine.vocab_tokens)
-        return Sequence.start(
-            request.request_id,
-            list(request.token_ids),
-            request.num_prompt_tokens,
-            sampling,
-            self._engine.layout.block_tokens,
-            request.cache_salt,
-        )
 
 
 class PrefillWorker:
@@ -150,10 +137,9 @@ class PrefillWorker:
 
 
 def _first_token_pb(prefilled: Prefilled) -> worker_pb2.FirstToken:
-    output = prefilled.output
-    token = common_pb2.SampledToken(token_id=output.token_id, logprob=output.logprob)
-    for token_id, logprob in output.top:
-        token.top.add(token_id=token_id, logprob=logprob)
     return worker_pb2.FirstToken(
-        token=token, cached_tokens=prefilled.num_cached, queue_s=prefilled.queue_s, prefill_s=prefilled.prefill_s
+        token=prefilled.output.to_pb(),
+        cached_tokens=prefilled.num_cached,
+        queue_s=prefilled.queue_s,
+        prefill_s=prefilled.prefill_s,
     )
