@@ -7,7 +7,7 @@ from types import TracebackType
 import grpc
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
-from common.errors import WorkerLostError
+from common.errors import InvalidRequestError, WorkerLostError
 from common.status import typed_rpc_errors
 
 _MESSAGE_BYTES_MAX = 64 * 1024 * 1024
@@ -80,9 +80,27 @@ class Client:
             raise
 
 
+@contextmanager
+def fits_the_protocol(what: str) -> Iterator[None]:
+    """Turn a value that no message can carry, e.g. a number too large or text that is not Unicode, into our error.
+
+    Raises:
+        InvalidRequestError: naming `what` was being said.
+    """
+    try:
+        yield
+    except ValueError as error:  # also what text that is not Unicode raises
+        raise InvalidRequestError(f"{what}: {str(error)[:1].lower()}{str(error)[1:]}") from error
+
+
 def chat_request(messages: list[tuple[str, str]], sampling: common_pb2.SamplingParams) -> inference_pb2.GenerateRequest:
-    """Return a request for the next turn of a conversation, given as (role, content) pairs."""
-    chat = inference_pb2.ChatMessages(
-        messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
-    )
-    return inference_pb2.GenerateRequest(chat=chat, sampling=sampling)
+    """Return a request for the next turn of a conversation, given as (role, content) pairs.
+
+    Raises:
+        InvalidRequestError: a message that is not Unicode.
+    """
+    with fits_the_protocol("prompt"):
+        chat = inference_pb2.ChatMessages(
+            messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+        )
+        return inference_pb2.GenerateRequest(chat=chat, sampling=sampling)

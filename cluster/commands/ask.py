@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 
 from baton_pb.v1 import common_pb2, inference_pb2
-from cluster.client import Client, chat_request
+from cluster.client import Client, chat_request, fits_the_protocol
 from cluster.commands import show
 
 _LONG_TEXT = (
@@ -27,8 +27,13 @@ _SHOWN_MAX = 120
 def sampling(
     max_tokens: int | None, temperature: float | None, seed: int | None, stop: list[str]
 ) -> common_pb2.SamplingParams:
-    """Return the sampling parameters; None leaves a choice to the cluster."""
-    return common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+    """Return the sampling parameters; None leaves a choice to the cluster.
+
+    Raises:
+        InvalidRequestError: a number that the protocol cannot carry, a stop string that is not Unicode.
+    """
+    with fits_the_protocol("max_tokens, temperature, seed or stop"):
+        return common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
 
 
 def generate(
@@ -41,7 +46,8 @@ def generate(
     """
     with Client(address) as client:
         if is_raw:
-            request = inference_pb2.GenerateRequest(text=prompt, sampling=params)
+            with fits_the_protocol("prompt"):
+                request = inference_pb2.GenerateRequest(text=prompt, sampling=params)
         else:
             turns = [] if system is None else [("system", system)]
             request = chat_request([*turns, ("user", prompt)], params)

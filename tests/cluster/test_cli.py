@@ -163,6 +163,24 @@ def test_a_wrong_configuration_is_one_line(arguments: list[str], words: str) -> 
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["hi", "--max-tokens", "99999999999"], "value out of range: 99999999999"),
+        (["hi", "--seed", "99999999999999999999999"], "value out of range: 99999999999999999999999"),
+        (["a\udcff"], "prompt: "),
+        (["--raw", "a\udcff"], "prompt: "),
+    ],
+)
+def test_what_no_message_can_carry_is_one_line(gateway: str, arguments: list[str], words: str) -> None:
+    done = baton("generate", "--addr", gateway, *arguments)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("baton: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_busy_port_is_one_line_that_names_the_option() -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
