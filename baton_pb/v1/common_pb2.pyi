@@ -19,6 +19,28 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    """As normal."""
+    PRIORITY_HIGH: _Priority.ValueType  # 1
+    PRIORITY_NORMAL: _Priority.ValueType  # 2
+    PRIORITY_LOW: _Priority.ValueType  # 3
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
+    """How a request stands against others when there is not room for all. Lower classes are shed first."""
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+"""As normal."""
+PRIORITY_HIGH: Priority.ValueType  # 1
+PRIORITY_NORMAL: Priority.ValueType  # 2
+PRIORITY_LOW: Priority.ValueType  # 3
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

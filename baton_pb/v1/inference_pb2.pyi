@@ -91,12 +91,21 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_S_FIELD_NUMBER: _builtins.int
+    TPOT_TARGET_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Empty: the gateway makes one. Returned in every response and written in every log line."""
     model: _builtins.str
     """Empty: the only model served."""
     text: _builtins.str
     """Completed as it is: no chat template."""
+    priority: _common_pb2.Priority.ValueType
+    """A tenant may be allowed less than it asks for."""
+    ttft_target_s: _builtins.float
+    """Most seconds to the first token; unset: none. A request whose targets cannot be met is refused at once."""
+    tpot_target_s: _builtins.float
+    """Most seconds for each further token, on average."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -114,13 +123,25 @@ class GenerateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         chat: Global___ChatMessages | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        ttft_target_s: _builtins.float | None = ...,
+        tpot_target_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_target_s: _TypeAlias = _typing.Literal["tpot_target_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_target_s: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_target_s: _TypeAlias = _typing.Literal["ttft_target_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_target_s: _TypeAlias = _typing.Literal["_ttft_target_s", b"_ttft_target_s"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_target_s) -> _WhichOneofReturnType__tpot_target_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_target_s) -> _WhichOneofReturnType__ttft_target_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

@@ -91,11 +91,26 @@ class PlaceRequest(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     EXCLUDED_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_S_FIELD_NUMBER: _builtins.int
+    TPOT_TARGET_S_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    IS_ADMITTED_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     """Made by the gateway, unique for each attempt."""
     request_id: _builtins.str
     num_tokens: _builtins.int
     max_output_tokens: _builtins.int
+    tenant: _builtins.str
+    """Whose request it is: tenants share fairly. Empty: nobody's in particular, a tenant like any other."""
+    priority: _common_pb2.Priority.ValueType
+    ttft_target_s: _builtins.float
+    tpot_target_s: _builtins.float
+    timeout_s: _builtins.float
+    """Seconds left of the request's deadline; unset: none."""
+    is_admitted: _builtins.bool
+    """Placed anew after its worker failed: it was admitted once and is not refused for lack of room."""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Chain hashes of the full blocks, in order."""
@@ -113,12 +128,29 @@ class PlaceRequest(_message.Message):
         max_output_tokens: _builtins.int = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         excluded_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        tenant: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        ttft_target_s: _builtins.float | None = ...,
+        tpot_target_s: _builtins.float | None = ...,
+        timeout_s: _builtins.float | None = ...,
+        is_admitted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "timeout_s", b"timeout_s", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_worker_ids", b"excluded_worker_ids", "hashes", b"hashes", "max_output_tokens", b"max_output_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "excluded_worker_ids", b"excluded_worker_ids", "hashes", b"hashes", "is_admitted", b"is_admitted", "max_output_tokens", b"max_output_tokens", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "reservation_id", b"reservation_id", "tenant", b"tenant", "timeout_s", b"timeout_s", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_target_s: _TypeAlias = _typing.Literal["tpot_target_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_target_s: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_target_s: _TypeAlias = _typing.Literal["ttft_target_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_target_s: _TypeAlias = _typing.Literal["_ttft_target_s", b"_ttft_target_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_target_s) -> _WhichOneofReturnType__tpot_target_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_target_s) -> _WhichOneofReturnType__ttft_target_s | None: ...
 
 Global___PlaceRequest: _TypeAlias = PlaceRequest  # noqa: Y015
 

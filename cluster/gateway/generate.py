@@ -121,7 +121,7 @@ class Generator:
         """
         failures = Failures()
         for attempt in range(1 + self._config.retries_max):
-            reservation = await self._place(prepared, progress, failures)
+            reservation = await self._place(prepared, progress, failures, deadline_s)
             try:
                 async with aclosing(self._relay(prepared, progress, reservation, deadline_s)) as deltas:
                     async for delta in deltas:
@@ -137,7 +137,9 @@ class Generator:
             finally:
                 reservation.release()
 
-    async def _place(self, prepared: _Prepared, progress: Progress, failures: Failures) -> Reservation:
+    async def _place(
+        self, prepared: _Prepared, progress: Progress, failures: Failures, deadline_s: float | None
+    ) -> Reservation:
         """Ask the router for workers, other than those that failed."""
         token_ids = [*prepared.token_ids, *progress.token_ids]
         with self._counts.queueing():
@@ -148,6 +150,10 @@ class Generator:
                 prepared.sampling.max_tokens - len(progress.token_ids),
                 hashes,
                 failures.excluded,
+                prepared.request.level,
+                prepared.request.tenant,
+                self._left_s(deadline_s),
+                is_admitted=failures.last is not None,
             )
             try:
                 return await self._router.place(wanted)
@@ -190,15 +196,18 @@ class Generator:
     ) -> worker_pb2.StartRequest:
         """Return what the decode worker needs, under an id of our own: clients may give two requests one id."""
         self._count += 1
-        left_s = 0.0 if deadline_s is None else max(1e-3, deadline_s - self._clock.now())
         return worker_pb2.StartRequest(
             request_id=f"{prepared.request.request_id}/{self._id}.{self._count}",
             token_ids=[*prepared.token_ids, *progress.token_ids],
             num_prompt_tokens=len(prepared.token_ids),
             sampling=prepared.sampling,
             prefill=placement.prefill if placement.HasField("prefill") else None,
-            timeout_s=left_s,
+            timeout_s=self._left_s(deadline_s) or 0.0,
         )
+
+    def _left_s(self, deadline_s: float | None) -> float | None:
+        """Return what is left of a deadline, more than nothing."""
+        return None if deadline_s is None else max(1e-3, deadline_s - self._clock.now())
 
 
 def _max_tokens(request: Request) -> int | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton_pb.v1 import common_pb2, inference_pb2
+from cluster.service_level import ORDINARY, ServiceLevel, level_from_pb
 from common.errors import InvalidRequestError, NotFoundError
 
 # The workers' own limits (engine/sampling_params.py), known here so that a bad request ends at the door.
@@ -72,6 +73,9 @@ class Request:
     sampling: common_pb2.SamplingParams
     """For the workers: with a seed, without stop strings. Not changed by anybody."""
     stop: tuple[str, ...]
+    level: ServiceLevel = ORDINARY
+    tenant: str = ""
+    """Whose it is; by whom that is known, the message does not say."""
 
 
 def request_from_pb(
@@ -97,7 +101,13 @@ def request_from_pb(
     sampling.ClearField("stop")
     if not sampling.HasField("seed"):
         sampling.seed = draw_seed()
-    return Request(_check_id(message.request_id) or request_id, _prompt_from_pb(message, limits), sampling, stop)
+    return Request(
+        _check_id(message.request_id) or request_id,
+        _prompt_from_pb(message, limits),
+        sampling,
+        stop,
+        level_from_pb(message),
+    )
 
 
 def check_model(model: str, limits: Limits) -> None:

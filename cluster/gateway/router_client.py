@@ -14,6 +14,7 @@ import grpc.aio
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster.gateway.outbox import Outbox
+from cluster.service_level import ORDINARY, ServiceLevel, priority_to_pb
 from common.errors import BatonError, WorkerLostError
 from common.logs import log
 from common.rpc import open_channel
@@ -40,6 +41,12 @@ class Wanted:
     max_output_tokens: int
     hashes: list[bytes]
     excluded: frozenset[str]
+    level: ServiceLevel = ORDINARY
+    tenant: str = ""
+    timeout_s: float | None = None
+    """What is left of the deadline."""
+    is_admitted: bool = False
+    """It was placed before, and its worker failed."""
 
 
 class Reservation:
@@ -270,6 +277,12 @@ def _question(reservation_id: str, wanted: Wanted) -> router_pb2.PlaceRequest:
         max_output_tokens=wanted.max_output_tokens,
         hashes=wanted.hashes,
         excluded_worker_ids=sorted(wanted.excluded),
+        tenant=wanted.tenant,
+        priority=priority_to_pb(wanted.level.priority),
+        ttft_target_s=wanted.level.ttft_target_s,
+        tpot_target_s=wanted.level.tpot_target_s,
+        timeout_s=wanted.timeout_s,
+        is_admitted=wanted.is_admitted,
     )
 
 

@@ -89,11 +89,12 @@ class ChatRequest(SamplingFields):
     def to_pb(self, choice: int) -> inference_pb2.GenerateRequest:
         """Return one choice's request to the cluster."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return inference_pb2.GenerateRequest(
+        made = inference_pb2.GenerateRequest(
             model=self.model,
             chat=inference_pb2.ChatMessages(messages=[message.to_pb() for message in self.messages]),
             sampling=self.sampling(self.max_completion_tokens or self.max_tokens, logprobs, choice),
         )
+        return self.set_level(made)
 
 
 class ChatForm:

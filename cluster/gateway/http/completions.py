@@ -67,7 +67,7 @@ class CompletionRequest(SamplingFields):
             made.text = prompt
         else:
             made.token_ids.ids.extend(prompt)
-        return made
+        return self.set_level(made)
 
 
 class CompletionForm:

@@ -1,13 +1,13 @@
 """Fields that requests share: what is understood, what is ignored, what is refused, and the message for the workers."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import CoreSchema, core_schema
 
-from baton_pb.v1 import common_pb2
+from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.request import (
     BIAS_MAX,
     IDS_MAX,
@@ -17,6 +17,7 @@ from cluster.gateway.request import (
     STOP_STRINGS_MAX,
     TEMPERATURE_MAX,
 )
+from cluster.service_level import TARGET_MAX_S, Priority, priority_to_pb
 
 N_MAX = 16
 TOKENS_MAX = 2**31 - 1
@@ -56,7 +57,12 @@ Penalty = Annotated[float, Field(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 Bias = Annotated[float, Field(ge=-BIAS_MAX, le=BIAS_MAX)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """A token id as a key of a JSON object."""
+Target = Annotated[float, Field(gt=0, le=TARGET_MAX_S)]
 Ignored = Annotated[JsonValue, Field(description="Accepted and ignored: it has no effect on the answer.")]
+
+
+def _named(priority: JsonValue) -> JsonValue:
+    return "normal" if type(priority) is int and priority == 0 else priority
 
 
 class Fields(BaseModel):
@@ -107,6 +113,13 @@ class SamplingFields(Fields):
     stop_token_ids: TokenIdList | None = None
     ignore_eos: bool | None = None
     """Only max_tokens, stop and stop_token_ids end the answer."""
+    priority: Annotated[Literal["high", "normal", "low"] | None, pydantic.BeforeValidator(_named)] = None
+    """Class of the request: the lowest is shed first when there is not room for all. A tenant may be allowed less than
+    it asks for. vLLM's 0 is `normal`. (Baton's own, like the two targets.)"""
+    ttft_target_s: Target | None = None
+    """Most seconds to the first token. A request whose targets cannot be met is refused at once, with `retry-after`."""
+    tpot_target_s: Target | None = None
+    """Most seconds for each further token, on average."""
     timing: bool = False
     """Add `timing`: the parts of the time to the first token, in seconds, and which workers served. (Baton's own.)"""
 
@@ -130,7 +143,6 @@ class SamplingFields(Fields):
     prompt_logprobs: Annotated[JsonValue, Only()] = None
     use_beam_search: Annotated[JsonValue, Only(False)] = None
     length_penalty: Annotated[JsonValue, Only(1, 1.0)] = None
-    priority: Annotated[JsonValue, Only(0)] = None
     response_format: Annotated[JsonValue, Only({"type": "text"})] = None
     structured_outputs: Annotated[JsonValue, Only()] = None
     guided_json: Annotated[JsonValue, Only()] = None
@@ -185,6 +197,16 @@ class SamplingFields(Fields):
         )
         for token_id, bias in (self.logit_bias or {}).items():
             made.logit_bias[int(token_id)] = bias
+        return made
+
+    def set_level(self, made: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+        """Add the class and the targets to a request, and return it."""
+        if self.priority is not None:
+            made.priority = priority_to_pb(Priority[self.priority.upper()])
+        if self.ttft_target_s is not None:
+            made.ttft_target_s = self.ttft_target_s
+        if self.tpot_target_s is not None:
+            made.tpot_target_s = self.tpot_target_s
         return made
 
 

@@ -17,6 +17,7 @@ from cluster.gateway.request import (
     check_window,
     request_from_pb,
 )
+from cluster.service_level import Priority, ServiceLevel
 from common.errors import InvalidRequestError, NotFoundError
 
 LIMITS = Limits(model_id="m", context_tokens=100, vocab_tokens=320, prompt_tokens_max=99)
@@ -28,6 +29,12 @@ def parse(message: inference_pb2.GenerateRequest) -> Any:
 
 def with_sampling(**sampling: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(text="hi", sampling=common_pb2.SamplingParams(**sampling))
+
+
+def bad_priority() -> inference_pb2.GenerateRequest:
+    message = inference_pb2.GenerateRequest(text="x")
+    message.priority = 9  # type: ignore[assignment]  # as a newer client might send
+    return message
 
 
 def chat(*messages: tuple[str, str]) -> inference_pb2.GenerateRequest:
@@ -93,6 +100,9 @@ def test_a_sampling_field_out_of_range_is_named(sampling: dict[str, Any], words:
             id="long id",
         ),
         pytest.param(inference_pb2.GenerateRequest(text="x", request_id="a\nb"), "printable ASCII", id="odd id"),
+        pytest.param(inference_pb2.GenerateRequest(text="x", ttft_target_s=0), r"ttft_target_s must be", id="no time"),
+        pytest.param(inference_pb2.GenerateRequest(text="x", tpot_target_s=math.nan), "tpot_target_s", id="no number"),
+        pytest.param(bad_priority(), "priority must be high, normal or low, got number 9", id="no class"),
     ],
 )
 def test_a_bad_prompt_or_id_is_named(message: inference_pb2.GenerateRequest, words: str) -> None:
@@ -122,6 +132,16 @@ def test_the_clients_seed_and_id_stand() -> None:
     assert request.sampling.seed == 0
     assert request.request_id == "mine"
     assert not request.sampling.HasField("temperature")
+
+
+def test_the_class_and_the_targets_are_kept_and_nobody_must_give_them() -> None:
+    message = inference_pb2.GenerateRequest(
+        text="x", priority=common_pb2.PRIORITY_LOW, ttft_target_s=0.5, tpot_target_s=0.05
+    )
+    request = parse(message)
+
+    assert request.level == ServiceLevel(Priority.LOW, 0.5, 0.05)
+    assert parse(inference_pb2.GenerateRequest(text="x")).level == ServiceLevel(Priority.NORMAL, None, None)
 
 
 def test_each_kind_of_prompt_is_kept_apart() -> None:

@@ -9,8 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton_pb.v1 import router_pb2, router_pb2_grpc
+from baton_pb.v1 import common_pb2, router_pb2, router_pb2_grpc
 from cluster.gateway.router_client import RouterClient, Wanted
+from cluster.service_level import Priority, ServiceLevel
 from common.errors import OverloadedError, WorkerLostError
 from common.rpc import bind
 from common.status import error_to_pb
@@ -25,6 +26,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
     def __init__(self) -> None:
         self.commands: list[str] = []
         self.holds: list[router_pb2.HoldRequest] = []
+        self.places: list[router_pb2.PlaceRequest] = []
         self.answers: asyncio.Queue[router_pb2.RouterReply | None] = asyncio.Queue()
 
     async def Session(self, request_iterator: AsyncIterator[router_pb2.RouterCommand], context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -34,6 +36,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
             if command.HasField("hold"):
                 self.holds.append(command.hold)
             if command.HasField("place"):
+                self.places.append(command.place)
                 answer = await self.answers.get()
                 if answer is None:
                     return
@@ -128,6 +131,22 @@ def test_a_session_that_breaks_before_the_answer_is_asked_again() -> None:
             assert (router.holds[0].decode_worker_id, router.holds[0].num_tokens) == ("d0", 10)
             first.release()
             second.release()
+
+    run(scenario())
+
+
+def test_the_router_learns_whose_request_it_is_and_how_soon_it_is_wanted() -> None:
+    async def scenario() -> None:
+        async with connected() as (router, client):
+            router.answers.put_nowait(placement())
+            level = ServiceLevel(Priority.HIGH, ttft_target_s=0.5)
+            wanted = Wanted("r", 10, 5, [], frozenset(), level, "acme", timeout_s=2.0, is_admitted=True)
+
+            (await client.place(wanted)).release()
+
+            asked = router.places[0]
+            assert (asked.tenant, asked.priority, asked.timeout_s) == ("acme", common_pb2.PRIORITY_HIGH, 2.0)
+            assert (asked.ttft_target_s, asked.HasField("tpot_target_s"), asked.is_admitted) == (0.5, False, True)
 
     run(scenario())
 

@@ -58,6 +58,10 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ({"priority": 5}, "priority"),
+    ({"priority": "urgent"}, "priority"),
+    ({"priority": False}, "priority"),
+    ({"ttft_target_s": 0}, "ttft_target_s"),
+    ({"tpot_target_s": 1e6}, "tpot_target_s"),
     ({"tempurature": 1}, "tempurature"),
 ]
 WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
