@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 """An ASGI application."""
 
 _BACKLOG = 2048
+_SEND_BUFFER_BYTES = 256 * 1024
+"""Of the kernel, for each connection: left alone it grows to megabytes for a client that does not read."""
 _FLUSH_S = 1.0
 """How long the last bytes of answers may take at an orderly stop."""
 _NO_HTTP = b'{"error":{"message":"this is not HTTP/1.1","type":"invalid_request_error","param":null,"code":400}}'
@@ -82,7 +85,7 @@ class HttpHost:
         """Cut the connection from this address at once; what it has not read is dropped."""
         for connection in self._state.connections:
             if isinstance(connection, _Connection) and connection.client == client:
-                connection.transport.abort()
+                connection.reset()
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, let requests run for `grace_s`, cancel the rest, close everything. Idempotent."""
@@ -144,6 +147,13 @@ class _Connection(H11Protocol):
         elif self._late is None and self.conn.trailing_data[0] and not self.transport.is_closing():
             self._late = self.loop.call_later(self._arrival_s, self.transport.abort)
 
+    def reset(self) -> None:
+        """Drop the connection and all that its client has not read, in the kernel's buffers too."""
+        if (sock := self.transport.get_extra_info("socket")) is not None:
+            # Without this the kernel goes on offering what is in its buffer to a client that takes nothing.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's words say less
         """Answer what is no HTTP."""
         headers = [("content-type", "application/json"), ("connection", "close")]
@@ -163,6 +173,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # connections inherit it
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as error:
