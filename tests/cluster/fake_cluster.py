@@ -29,7 +29,7 @@ from engine.tiny import CONTEXT_TOKENS, VOCAB_TOKENS, write_tokenizer
 
 HOST = "127.0.0.1"
 LIMIT_S = 10.0
-HEARTBEAT_S = 0.2
+HEARTBEAT_S = 0.5
 PREFILL, DECODE, BOTH = (
     worker_pb2.WORKER_ROLE_PREFILL,
     worker_pb2.WORKER_ROLE_DECODE,

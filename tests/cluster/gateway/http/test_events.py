@@ -148,8 +148,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_disturbs_nobody(model_dir: P
                     await asyncio.sleep(0.02)
             # The connection is reset: nothing of the answer is kept for it, not even by the kernel.
             with deaf, pytest.raises(ConnectionResetError):
-                while await asyncio.get_running_loop().sock_recv(deaf, 1 << 20):
-                    pass
+                await _all_of(deaf)
 
     run(scenario())
 
@@ -195,6 +194,11 @@ def test_a_gateway_that_stops_lets_requests_finish_in_their_time(model_dir: Path
             await start_again(cluster, model_dir)
 
     run(scenario())
+
+
+async def _all_of(deaf: socket.socket) -> None:
+    while await asyncio.get_running_loop().sock_recv(deaf, 1 << 20):
+        pass
 
 
 async def start_again(cluster: FakeCluster, model_dir: Path) -> None:
