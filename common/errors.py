@@ -1,9 +1,12 @@
 """Every error that crosses a process. common/status.py maps them to gRPC and HTTP codes."""
 
-MESSAGE_CHARACTERS_MAX = 600
+import re
+
+MESSAGE_CHARACTERS_MAX = 400
 """Longest message. It may quote what a client sent, and a gRPC status has room for 8 KB, in which a character can take
-12: a longer one would arrive as RESOURCE_EXHAUSTED, whatever its code was."""
+12, and 6 more in the details: a longer one would arrive as RESOURCE_EXHAUSTED, whatever its code was."""
 _CUT = " ... "
+_FIELD = re.compile(r"([a-z][a-z0-9_]*(?:\[\d+\]|\.[a-z_]+)*) (?:is|are|must|has|have) ")
 
 
 class BatonError(Exception):
@@ -19,7 +22,16 @@ class BatonError(Exception):
 
 
 class InvalidRequestError(BatonError):
-    """The request can never succeed as it is. The message names the limit and the value."""
+    """The request can never succeed as it is.
+
+    The message begins with the field that it is about, and names the limit and the value: `stop[2] must have ...`.
+    """
+
+    @property
+    def field(self) -> str:
+        """The path of the field that is wrong; empty if the message is about no single one."""
+        found = _FIELD.match(self.message)
+        return "" if found is None else found[1]
 
 
 class NotFoundError(BatonError):

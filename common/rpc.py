@@ -20,6 +20,8 @@ def server_options(message_bytes_max: int = MESSAGE_BYTES_MAX) -> Options:
     return [
         ("grpc.max_receive_message_length", message_bytes_max),
         ("grpc.max_send_message_length", message_bytes_max),
+        # Channelz would tell every caller of every other one's connections, and costs time and memory for each call.
+        ("grpc.enable_channelz", 0),
         # Two servers never share a port by accident.
         ("grpc.so_reuseport", 0),
         # Clients may ping a quiet stream as often as they like: no "too many pings".
@@ -40,6 +42,7 @@ def channel_options() -> Options:
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.enable_channelz", 0),
         # A peer whose host vanished in the middle of a stream is noticed in two seconds and a half.
         ("grpc.keepalive_time_ms", 1_000),
         ("grpc.keepalive_timeout_ms", 1_500),

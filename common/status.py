@@ -1,6 +1,6 @@
 """The one map between errors, gRPC codes and HTTP codes, and the translation at the edges in both directions."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -8,6 +8,7 @@ import grpc
 
 from baton_pb.v1 import common_pb2
 from common import errors
+from common.rich_status import DETAILS_KEY, details_of
 
 RETRY_AFTER_KEY = "retry-after-s"
 
@@ -78,17 +79,30 @@ def typed_rpc_errors() -> Iterator[None]:
         raise error_from_rpc(error) from error
 
 
-async def abort_rpc(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.BatonError) -> NoReturn:
-    """End a server-side call with `error`'s code, its words, and retry-after metadata where it has one."""
-    metadata = [(RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}")] if error.retry_after_s else []
-    await context.abort(codes_of(error).grpc, error.message, tuple(metadata))
+async def abort_rpc(
+    context: "grpc.aio.ServicerContext[Any, Any]", error: errors.BatonError, path: Callable[[str], str] = str
+) -> NoReturn:
+    """End a server-side call with `error`'s code, its words and details, and retry-after metadata where it has one.
+
+    Args:
+        context: the call's.
+        error: what happened.
+        path: a field's name as errors have it -> its path in the call's request.
+    """
+    code = codes_of(error).grpc
+    metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, details_of(error, code.value[0], path))]
+    if error.retry_after_s:
+        metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
+    await context.abort(code, error.message, tuple(metadata))
     raise AssertionError("abort returned")
 
 
 @asynccontextmanager
-async def rpc_errors_to_status(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
-    """Turn our errors raised inside a server-side call into its status."""
+async def rpc_errors_to_status(
+    context: "grpc.aio.ServicerContext[Any, Any]", path: Callable[[str], str] = str
+) -> AsyncIterator[None]:
+    """Turn our errors raised inside a server-side call into its status; `path` is as for `abort_rpc`."""
     try:
         yield
     except errors.BatonError as error:
-        await abort_rpc(context, error)
+        await abort_rpc(context, error, path)

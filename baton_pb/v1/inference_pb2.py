@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton_pb.v1 import common_pb2 as baton__pb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton_pb/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xcd\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12$\n\x08priority\x18\x07 \x01(\x0e\x32\x12.baton.v1.Priority\x12\x1a\n\rttft_target_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtpot_target_s\x18\t \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\x10\n\x0e_ttft_target_sB\x10\n\x0e_tpot_target_s\"\xa9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x88\x01\x01\x42\x0b\n\t_finished\"\xaa\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x04 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x05 \x01(\x0b\x32\x13.baton.v1.Placement\"~\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"`\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x14\n\x0cvocab_tokens\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo2\xa5\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton_pb/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12$\n\x08priority\x18\x07 \x01(\x0e\x32\x12.baton.v1.Priority\x12\x1a\n\rttft_target_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtpot_target_s\x18\t \x01(\x01H\x02\x88\x01\x01\x12\t\n\x01n\x18\n \x01(\rB\x08\n\x06promptB\x10\n\x0e_ttft_target_sB\x10\n\x0e_tpot_target_s\"\xb9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\rB\x0b\n\t_finished\"\xaa\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x04 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x05 \x01(\x0b\x32\x13.baton.v1.Placement\"~\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"`\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x14\n\x0cvocab_tokens\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo2\xa5\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,25 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=170
   _globals['_TOKENIDS']._serialized_end=193
   _globals['_GENERATEREQUEST']._serialized_start=196
-  _globals['_GENERATEREQUEST']._serialized_end=529
-  _globals['_GENERATERESPONSE']._serialized_start=532
-  _globals['_GENERATERESPONSE']._serialized_end=701
-  _globals['_FINISHED']._serialized_start=704
-  _globals['_FINISHED']._serialized_end=874
-  _globals['_TOKENIZEREQUEST']._serialized_start=876
-  _globals['_TOKENIZEREQUEST']._serialized_end=1002
-  _globals['_TOKENIZERESPONSE']._serialized_start=1004
-  _globals['_TOKENIZERESPONSE']._serialized_end=1057
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1059
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1112
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1114
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1148
-  _globals['_LISTMODELSREQUEST']._serialized_start=1150
-  _globals['_LISTMODELSREQUEST']._serialized_end=1169
-  _globals['_MODELINFO']._serialized_start=1171
-  _globals['_MODELINFO']._serialized_end=1267
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1269
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1326
-  _globals['_INFERENCE']._serialized_start=1329
-  _globals['_INFERENCE']._serialized_end=1622
+  _globals['_GENERATEREQUEST']._serialized_end=540
+  _globals['_GENERATERESPONSE']._serialized_start=543
+  _globals['_GENERATERESPONSE']._serialized_end=728
+  _globals['_FINISHED']._serialized_start=731
+  _globals['_FINISHED']._serialized_end=901
+  _globals['_TOKENIZEREQUEST']._serialized_start=903
+  _globals['_TOKENIZEREQUEST']._serialized_end=1029
+  _globals['_TOKENIZERESPONSE']._serialized_start=1031
+  _globals['_TOKENIZERESPONSE']._serialized_end=1084
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1086
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1139
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1141
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1175
+  _globals['_LISTMODELSREQUEST']._serialized_start=1177
+  _globals['_LISTMODELSREQUEST']._serialized_end=1196
+  _globals['_MODELINFO']._serialized_start=1198
+  _globals['_MODELINFO']._serialized_end=1294
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1296
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1353
+  _globals['_INFERENCE']._serialized_start=1356
+  _globals['_INFERENCE']._serialized_end=1649
 # @@protoc_insertion_point(module_scope)

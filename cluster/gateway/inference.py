@@ -6,19 +6,20 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from baton_pb.v1 import inference_pb2, inference_pb2_grpc
+from cluster.gateway.choices import Piece, choices_of, pieces_of
 from cluster.gateway.generate import Generator
-from cluster.gateway.progress import Delta
 from cluster.gateway.request import TextPrompt, check_chat, check_model, check_text
 from cluster.gateway.tokenizing import Tokenizing
 from common.errors import BatonError, DeadlineError, InvalidRequestError
 from common.logs import log
+from common.rich_status import path_in
 from common.status import rpc_errors_to_status
 from common.text import Text
 
@@ -40,19 +41,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = request.request_id or f"req-{secrets.token_hex(8)}"
         timeout_s = context.time_remaining()
         async with (
-            rpc_errors_to_status(context),
+            rpc_errors_to_status(context, path_in(request)),
             _bugs_to_errors(request_id),
             _deadline(timeout_s),
-            aclosing(self._generator.generate(request, request_id, timeout_s)) as deltas,
+            pieces_of(choices_of(self._generator.generate, [request], request_id, timeout_s)) as pieces,
         ):
-            async for delta in deltas:
-                await context.write(_response(request_id, delta))
+            async for piece in pieces:
+                await context.write(_response(request_id, piece))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context
     ) -> inference_pb2.TokenizeResponse:
         """Return the ids of a text or a chat."""
-        async with rpc_errors_to_status(context), _bugs_to_errors("tokenize"):
+        async with rpc_errors_to_status(context, path_in(request)), _bugs_to_errors("tokenize"):
             limits = self._generator.limits()
             check_model(request.model, limits)
             match request.WhichOneof("prompt"):
@@ -71,7 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
         """Return the text of ids, special tokens included."""
-        async with rpc_errors_to_status(context), _bugs_to_errors("detokenize"):
+        async with rpc_errors_to_status(context, path_in(request)), _bugs_to_errors("detokenize"):
             limits = self._generator.limits()
             check_model(request.model, limits)
             if request.token_ids and max(request.token_ids) >= limits.vocab_tokens:
@@ -101,13 +102,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
 
-def _response(request_id: str, delta: Delta) -> inference_pb2.GenerateResponse:
+def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
+    delta = piece.delta
     return inference_pb2.GenerateResponse(
         request_id=request_id,
         text=delta.text,
         token_ids=delta.token_ids,
         logprobs=delta.logprobs,
         finished=delta.finished,
+        choice=piece.index,
     )
 
 

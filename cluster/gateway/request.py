@@ -141,10 +141,10 @@ def check_chat(messages: inference_pb2.ChatMessages, limits: Limits) -> ChatProm
     if not messages.messages:
         raise InvalidRequestError("prompt is empty: chat has no messages")
     if len(messages.messages) > MESSAGES_MAX:
-        raise InvalidRequestError(f"chat must have at most {MESSAGES_MAX} messages, got {len(messages.messages)}")
+        raise InvalidRequestError(f"messages must be at most {MESSAGES_MAX}, got {len(messages.messages)}")
     for number, message in enumerate(messages.messages):
         if not message.role:
-            raise InvalidRequestError(f"chat message {number} has no role")
+            raise InvalidRequestError(f"messages[{number}].role is missing")
     if not any(message.content for message in messages.messages):
         raise InvalidRequestError("prompt is empty: no chat message has any content")
     _check_length(sum(len(message.content) for message in messages.messages), limits)
@@ -232,9 +232,11 @@ def _check_id(request_id: str) -> str:
 def _check_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
     if len(stop) > STOP_STRINGS_MAX:
         raise InvalidRequestError(f"stop must have at most {STOP_STRINGS_MAX} strings, got {len(stop)}")
-    for text in stop:
+    for number, text in enumerate(stop):
         if not 0 < len(text) <= STOP_CHARACTERS_MAX:
-            raise InvalidRequestError(f"a stop string must have 1 to {STOP_CHARACTERS_MAX} characters, got {len(text)}")
+            raise InvalidRequestError(
+                f"stop[{number}] must have 1 to {STOP_CHARACTERS_MAX} characters, got {len(text)}"
+            )
     return stop
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton_pb.v1 import common_pb2, inference_pb2
-from cluster.gateway.http.choices import Piece, Streams, pieces_of
+from cluster.gateway.choices import Piece, Streams, pieces_of
 from cluster.gateway.http.exchange import Exchange
 from cluster.gateway.http.fields import SamplingFields
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import pydantic
 
-from baton_pb.v1 import worker_pb2
+from baton_pb.v1 import inference_pb2, worker_pb2
+from cluster.gateway.choices import Streams, choices_of
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.answer import Answer
 from cluster.gateway.http.chat import ChatForm, ChatRequest
@@ -137,28 +138,22 @@ class HttpFace:
     async def _chat(self, exchange: Exchange) -> None:
         asked = await _read(exchange, ChatRequest)
         self._check_choices(asked.num_choices)
-        generate, model_id = self._parts.generator.generate, self._parts.generator.limits().model_id
-        streams = [
-            generate(asked.to_pb(choice), _choice_id(exchange, choice, asked.num_choices), None)
-            for choice in range(asked.num_choices)
-        ]
+        streams, model_id = self._streams(exchange, asked.to_pb()), self._parts.generator.limits().model_id
         form = ChatForm(exchange.request_id, asked, self._parts.text)
         await Answer(exchange, asked, form, model_id).serve(streams)
 
     async def _completions(self, exchange: Exchange) -> None:
         asked = await _read(exchange, CompletionRequest)
-        count = len(asked.prompts) * asked.num_choices
-        self._check_choices(count)
+        self._check_choices(len(asked.prompts) * asked.num_choices)
         if asked.echo:
             self._check_ids(asked)
-        generate, model_id = self._parts.generator.generate, self._parts.generator.limits().model_id
-        streams = [
-            generate(asked.to_pb(prompt, choice), _choice_id(exchange, p * asked.num_choices + choice, count), None)
-            for p, prompt in enumerate(asked.prompts)
-            for choice in range(asked.num_choices)
-        ]
+        streams = self._streams(exchange, *map(asked.to_pb, asked.prompts))
+        model_id = self._parts.generator.limits().model_id
         form = CompletionForm(exchange.request_id, asked, self._parts.text)
         await Answer(exchange, asked, form, model_id).serve(streams)
+
+    def _streams(self, exchange: Exchange, *messages: inference_pb2.GenerateRequest) -> Streams:
+        return choices_of(self._parts.generator.generate, messages, exchange.request_id, None)
 
     def _check_choices(self, count: int) -> None:
         if count > self._config.choices_max:
@@ -216,7 +211,3 @@ async def _read(exchange: Exchange, body: type[Body]) -> Body:
         pydantic.ValidationError: it is not what it should be.
     """
     return body.model_validate_json(await exchange.body())
-
-
-def _choice_id(exchange: Exchange, choice: int, count: int) -> str:
-    return exchange.request_id if count == 1 else f"{exchange.request_id}.{choice}"

@@ -86,13 +86,14 @@ class ChatRequest(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ: give one")
         return self
 
-    def to_pb(self, choice: int) -> inference_pb2.GenerateRequest:
-        """Return one choice's request to the cluster."""
+    def to_pb(self) -> inference_pb2.GenerateRequest:
+        """Return the request to the cluster."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         made = inference_pb2.GenerateRequest(
             model=self.model,
             chat=inference_pb2.ChatMessages(messages=[message.to_pb() for message in self.messages]),
-            sampling=self.sampling(self.max_completion_tokens or self.max_tokens, logprobs, choice),
+            sampling=self.sampling(self.max_completion_tokens or self.max_tokens, logprobs),
+            n=self.num_choices,
         )
         return self.set_level(made)
 

@@ -58,10 +58,12 @@ class CompletionRequest(SamplingFields):
             case _:
                 return [self.prompt]
 
-    def to_pb(self, prompt: OnePrompt, choice: int) -> inference_pb2.GenerateRequest:
-        """Return the request to the cluster for one choice of one prompt."""
+    def to_pb(self, prompt: OnePrompt) -> inference_pb2.GenerateRequest:
+        """Return the request to the cluster for one prompt."""
         made = inference_pb2.GenerateRequest(
-            model=self.model, sampling=self.sampling(self.max_tokens or MAX_TOKENS_DEFAULT, self.logprobs, choice)
+            model=self.model,
+            sampling=self.sampling(self.max_tokens or MAX_TOKENS_DEFAULT, self.logprobs),
+            n=self.num_choices,
         )
         if isinstance(prompt, str):
             made.text = prompt

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import CoreSchema, core_schema
 
 from baton_pb.v1 import common_pb2, inference_pb2
+from cluster.gateway.choices import CHOICES_MAX
 from cluster.gateway.request import (
     BIAS_MAX,
     IDS_MAX,
@@ -19,7 +20,6 @@ from cluster.gateway.request import (
 )
 from cluster.service_level import TARGET_MAX_S, Priority, priority_to_pb
 
-N_MAX = 16
 TOKENS_MAX = 2**31 - 1
 _ID_MAX = 2**32 - 1
 
@@ -86,7 +86,7 @@ class SamplingFields(Fields):
 
     model: str = ""
     """The served model's id; it may be left out."""
-    n: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
     """Choices for each prompt. Choice i has the seed `seed + i`."""
     stream: bool | None = None
     """Server-sent events, ending with `data: [DONE]`."""
@@ -171,13 +171,12 @@ class SamplingFields(Fields):
         """Whether each event has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None, choice: int) -> common_pb2.SamplingParams:
-        """Return the message for one choice.
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> common_pb2.SamplingParams:
+        """Return the message.
 
         Args:
             max_tokens: None: up to the context window.
             logprobs: alternatives of each token; None: no logprobs.
-            choice: its number among those of its prompt.
         """
         made = common_pb2.SamplingParams(
             max_tokens=max_tokens,
@@ -185,7 +184,7 @@ class SamplingFields(Fields):
             top_p=self.top_p,
             top_k=max(0, self.top_k or 0),
             min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else (self.seed + choice) % 2**64,
+            seed=None if self.seed is None else self.seed % 2**64,
             stop=_listed(self.stop),
             stop_token_ids=self.stop_token_ids,
             ignore_eos=bool(self.ignore_eos),

@@ -22,8 +22,9 @@ _TYPES: dict[int, str] = {
     504: "timeout_error",
 }
 _RETRY_AFTER_S = 1.0
-_FIELD = re.compile(r"^([a-z][a-z_]*)((?:\[\d+\])?) (?:is|must|has) ")
 _LATER = (429, 503)
+_NAMES = {"token_ids": "prompt"}
+"""Fields that HTTP has under another name."""
 
 
 class HttpError(Exception):
@@ -68,9 +69,7 @@ def _of_baton_error(error: errors.BatonError) -> Refusal:
     if isinstance(error, errors.NotFoundError) and error.message.startswith("model "):
         code, param = "model_not_found", "model"
     elif isinstance(error, errors.InvalidRequestError):
-        # Messages begin with the field that they are about: `max_tokens must be at most ...`.
-        found = _FIELD.match(error.message)
-        param = "".join(found.groups()) if found else None
+        param = _NAMES.get(error.field, error.field) or None
         if "context window" in error.message:
             code = "context_length_exceeded"
     return Refusal(status, _body(status, error.message, param, code), headers)

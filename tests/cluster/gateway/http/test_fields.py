@@ -21,14 +21,14 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}]}
     ],
 )
 def test_a_class_is_given_by_name_and_vllms_zero_is_normal(given: Any, expected: int) -> None:
-    assert ChatRequest.model_validate({**CHAT, "priority": given}).to_pb(0).priority == expected
+    assert ChatRequest.model_validate({**CHAT, "priority": given}).to_pb().priority == expected
 
 
 def test_targets_reach_both_kinds_of_requests() -> None:
     targets = {"ttft_target_s": 0.5, "tpot_target_s": 1}
-    chat = ChatRequest.model_validate({**CHAT, **targets}).to_pb(0)
+    chat = ChatRequest.model_validate({**CHAT, **targets}).to_pb()
     completion = CompletionRequest.model_validate({"prompt": [1, 2], **targets})
 
-    for message in (chat, completion.to_pb(completion.prompts[0], 1)):
+    for message in (chat, completion.to_pb(completion.prompts[0])):
         assert (message.ttft_target_s, message.tpot_target_s) == (0.5, 1.0)
-    assert not ChatRequest.model_validate(CHAT).to_pb(0).HasField("ttft_target_s")
+    assert not ChatRequest.model_validate(CHAT).to_pb().HasField("ttft_target_s")

@@ -70,7 +70,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[]]}, "prompt[0]"),
     ({"prompt": [1, "a"]}, "prompt[1]"),
     ({"prompt": [-1]}, "prompt[0]"),
-    ({"prompt": [320]}, "token_ids"),
+    ({"prompt": [320]}, "prompt"),
     ({"prompt": [320], "echo": True}, "prompt"),
     ({"prompt": {"text": "x"}}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),

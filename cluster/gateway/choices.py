@@ -1,11 +1,16 @@
-"""The choices of one HTTP request: each is a request of its own to the cluster, all are read as one stream."""
+"""The choices of one client's request: each is a request of its own to the cluster, all are read as one stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
+from baton_pb.v1 import inference_pb2
 from cluster.gateway.progress import Delta
+from common.errors import InvalidRequestError
+
+CHOICES_MAX = 16
+"""Most choices of one prompt."""
 
 _WAITING_MAX = 8
 """Deltas that wait for the client; a choice that is ahead by more waits itself, and its tokens add up."""
@@ -25,6 +30,49 @@ class _Ended:
 
 
 Streams = Sequence[AsyncGenerator[Delta, None]]
+Generate = Callable[[inference_pb2.GenerateRequest, str, float | None], AsyncGenerator[Delta, None]]
+"""`Generator.generate`."""
+
+
+def choices_of(
+    generate: Generate, messages: Sequence[inference_pb2.GenerateRequest], request_id: str, timeout_s: float | None
+) -> Streams:
+    """Return the choices of one or several prompts; nothing runs yet.
+
+    Args:
+        generate: serves one choice.
+        messages: one for each prompt, with `n`; choice i of a prompt has the seed `seed + i`.
+        request_id: theirs is `request_id.k`, counted over all prompts, if there are several of them.
+        timeout_s: see `generate`.
+
+    Returns:
+        The choices in order, those of one prompt as neighbours.
+
+    Raises:
+        InvalidRequestError: n is too large.
+    """
+    asked = [(message, choice) for message in messages for choice in range(_num_choices(message))]
+    if len(asked) == 1:
+        return [generate(messages[0], request_id, timeout_s)]
+    return [
+        generate(_with_seed_of(message, choice), f"{request_id}.{number}", timeout_s)
+        for number, (message, choice) in enumerate(asked)
+    ]
+
+
+def _num_choices(message: inference_pb2.GenerateRequest) -> int:
+    if message.n > CHOICES_MAX:
+        raise InvalidRequestError(f"n must be at most {CHOICES_MAX}, got {message.n}")
+    return message.n or 1
+
+
+def _with_seed_of(message: inference_pb2.GenerateRequest, choice: int) -> inference_pb2.GenerateRequest:
+    if not choice or not message.sampling.HasField("seed"):
+        return message
+    made = inference_pb2.GenerateRequest()
+    made.CopyFrom(message)
+    made.sampling.seed = (message.sampling.seed + choice) % 2**64
+    return made
 
 
 @asynccontextmanager

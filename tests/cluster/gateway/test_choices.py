@@ -1,0 +1,84 @@
+"""Several answers to one prompt come as one stream, each with its index, its seed and its end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError, OverloadedError
+from tests.cluster.fake_cluster import FakeCluster, fake_cluster, request, run, until
+
+
+def asked(n: int, **sampling: Any) -> Any:
+    made = request([5, 6, 7], **sampling)
+    made.n = n
+    return made
+
+
+def seeds(cluster: FakeCluster) -> list[int]:
+    return sorted(start.sampling.seed for start in cluster.worker("d0").started)
+
+
+def test_each_choice_is_whole_and_says_which_it_is(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            answer = await cluster.ask(asked(3, max_tokens=4, seed=2**64 - 1))
+
+            for choice in range(3):
+                parts = [response for response in answer.responses if response.choice == choice]
+                assert [i for part in parts for i in part.token_ids] == [5, 6, 7, 5]
+                assert [part.HasField("finished") for part in parts] == [*[False] * (len(parts) - 1), True]
+                assert parts[-1].finished.usage.output_tokens == 4
+            assert seeds(cluster) == [0, 1, 2**64 - 1]
+            assert len({response.request_id for response in answer.responses}) == 1
+
+    run(scenario())
+
+
+def test_seeds_that_nobody_gave_are_drawn_for_each_choice(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            await cluster.ask(asked(4, max_tokens=1))
+
+            assert len(set(seeds(cluster))) == 4
+
+    run(scenario())
+
+
+def test_too_many_choices_are_refused_before_any_worker_is_asked(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            with pytest.raises(InvalidRequestError, match="n must be at most 16, got 17"):
+                await cluster.ask(asked(17))
+            assert cluster.worker("d0").started == []
+
+    run(scenario())
+
+
+def test_one_choice_that_fails_ends_the_others_with_its_error(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0, retries_max=0) as cluster:
+            cluster.worker("d0").refuse(OverloadedError("need 4 blocks, 1 available", 2.5))
+
+            with pytest.raises(OverloadedError, match="need 4 blocks") as caught:
+                await cluster.ask(asked(3))
+
+            assert caught.value.retry_after_s == 2.5
+            await until(lambda: cluster.worker("d0").num_running == 0, "choices are left")
+
+    run(scenario())
+
+
+def test_leaving_frees_all_choices(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0) as cluster:
+            worker = cluster.worker("d0")
+            worker.step_s = 0.02
+            call = cluster.call(asked(3))
+            await until(lambda: worker.num_running == 3, "not started")
+
+            call.cancel()
+
+            await until(lambda: worker.num_running == 0, "choices are left")
+
+    run(scenario())
