@@ -101,7 +101,10 @@ class TransferConfig(Node):
     transport: Literal["auto", "shm", "ucx"] = "auto"
     """`auto`: shared memory on one host, UCX between hosts. Another value forces that one or fails."""
     checksum: bool = True
-    """Verify the bytes of every piece before they are believed."""
+    """Verify the bytes of every piece that came over a wire before they are believed."""
+    checksum_shm: bool = False
+    """Verify also what was copied out of a sender's memory on the same host, where no wire can damage it: doubles the
+    cost of the copy."""
     lease_s: Seconds = 10.0
     """A receiver keeps a landing so long without progress; a sender gives up after half of it. Dead and frozen peers
     are found sooner, by the end of their connection or by missed pings."""

@@ -1,6 +1,7 @@
 """Knowing when nothing touches some blocks any more."""
 
 import asyncio
+import ctypes
 
 
 class Activity:
@@ -39,9 +40,23 @@ class Activity:
 
 
 class Stop:
-    """Asks a copying thread to stop between two steps. The loop writes, the thread reads: one bool needs no lock."""
+    """Asks a copying thread to stop between two steps. The loop writes, threads and C code read one byte: no lock."""
 
-    __slots__ = ("is_set",)
+    __slots__ = ("_flag",)
 
     def __init__(self) -> None:
-        self.is_set = False
+        self._flag = ctypes.c_uint8(0)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        return self._flag.value != 0
+
+    @property
+    def address(self) -> int:
+        """Where C code finds the byte; this object must outlive the call."""
+        return ctypes.addressof(self._flag)
+
+    def set(self) -> None:
+        """Ask; there is no way back."""
+        self._flag.value = 1

@@ -1,21 +1,22 @@
 """Which layers of which landing blocks have been written: each exactly once, or the transfer is wrong."""
 
+import numpy as np
+
 from common.errors import TransferError
 
 
 class Coverage:
-    """A bit for each (landing block, layer) of one ticket. Owned by the landing."""
+    """A flag for each (landing block, layer) of one ticket. Owned by the landing."""
 
     def __init__(self, num_blocks: int, layers: range) -> None:
         self._layers = layers
-        self._full = self._mask(layers)
-        self._written = [0] * num_blocks
-        self._missing = num_blocks if self._full else 0
+        self._num_blocks = num_blocks
+        self._written = np.zeros((num_blocks, len(layers)), dtype=np.bool_)
 
     @property
     def num_missing(self) -> int:
         """Landing blocks that lack at least one layer."""
-        return self._missing
+        return self._num_blocks - int(self._written.all(axis=1).sum())
 
     def add(self, first: int, count: int, layers: range) -> None:
         """Note that landing blocks `[first, first + count)` get `layers`.
@@ -24,12 +25,11 @@ class Coverage:
             TransferError: outside the ticket, or written before; nothing was noted.
         """
         self.check(first, count, layers)
-        mask = self._mask(layers)
-        if any(self._written[block] & mask for block in range(first, first + count)):
+        begin = self._layers.start
+        written = self._written[first : first + count, layers.start - begin : layers.stop - begin]
+        if written.any():
             raise TransferError(f"landing blocks {first}+{count} were sent twice")
-        for block in range(first, first + count):
-            self._written[block] |= mask
-            self._missing -= self._written[block] == self._full
+        written[:] = True
 
     def check(self, first: int, count: int, layers: range) -> None:
         """Check a range.
@@ -37,13 +37,9 @@ class Coverage:
         Raises:
             TransferError: empty, or outside the ticket.
         """
-        if count < 1 or first + count > len(self._written):
-            raise TransferError(f"a piece for landing blocks {first}+{count} of {len(self._written)}")
+        if count < 1 or first + count > self._num_blocks:
+            raise TransferError(f"a piece for landing blocks {first}+{count} of {self._num_blocks}")
         if not self._layers.start <= layers.start < layers.stop <= self._layers.stop:
             raise TransferError(
                 f"a piece for layers {layers.start}..{layers.stop} of {self._layers.start}..{self._layers.stop}"
             )
-
-    @staticmethod
-    def _mask(layers: range) -> int:
-        return ((1 << len(layers)) - 1) << layers.start

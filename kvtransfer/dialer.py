@@ -59,10 +59,10 @@ class Dialer:
         try:
             fd = shm.read_only(self._memfd)
             try:
-                await peer.greet([fd])
+                extra = await peer.greet([fd])
             finally:
                 os.close(fd)
-            peer.start(shm.ShmOutbound())
+            peer.start(shm.ShmOutbound(extra))
         except BaseException:
             peer.lose(WorkerLostError("the handshake failed"))
             raise

@@ -23,6 +23,7 @@ from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.config import TransferConfig
 from common.errors import ConfigError
 from common.logs import log
+from kvtransfer import native
 from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
@@ -88,6 +89,7 @@ class TransferEndpoint:
         """
         endpoint = cls(worker_id, host, store, config)
         try:
+            await asyncio.to_thread(native.library)
             await endpoint._open_doors()
         except BaseException:
             await endpoint.close()
@@ -125,7 +127,9 @@ class TransferEndpoint:
     async def _open_doors(self) -> None:
         transport = self._config.transport
         if transport in ("auto", "shm"):
-            door = shm.ShmDoor(self._pool.memory, self._threads, self._store.layout.block_bytes)
+            door = shm.ShmDoor(
+                self._pool.memory, self._threads, self._store.layout.block_bytes, self._config.checksum_shm
+            )
             self._receiver.listen(door)
             self.address.shm_path = door.path
             if transport == "shm" and self._store.memfd is None:

@@ -12,7 +12,7 @@ from kvtransfer.activity import Activity, Stop
 from kvtransfer.coverage import Coverage
 from kvtransfer.interface import LandingReport
 from kvtransfer.layout import BlockLayout
-from kvtransfer.pieces import PIECE_BLOCKS_MAX, Piece, Run, piece_bytes, runs_of
+from kvtransfer.pieces import PIECE_BLOCKS_MAX, Piece, Runs, piece_bytes, runs_of
 from kvtransfer.ticket import run_tag, tag_base
 from kvtransfer.transports.base import InboundLink
 from kvtransfer.wire import abort_frame
@@ -120,7 +120,7 @@ class BlockLanding:
         if self.is_over:
             return
         self._end()
-        self._stop.is_set = True
+        self._stop.set()
         self._outcome.set_exception(error)
         self._on_failed()
         if self._peer is not None:
@@ -150,8 +150,10 @@ class BlockLanding:
         if self._activity.is_quiet:
             self._progress = self._loop.time()
         self._activity.begin()
-        receiving = self._peer.link.receive(runs, ready.tag, self.ticket.checksum, self._stop)
-        receiving.add_done_callback(partial(self._piece_done, ready.seq, ready.num_bytes, ready.checksum))
+        link = self._peer.link
+        checksum = ready.checksum if self.ticket.checksum and link.has_checksums else None
+        receiving = link.receive(runs, ready.tag, checksum is not None, self._stop)
+        receiving.add_done_callback(partial(self._piece_done, ready.seq, ready.num_bytes, checksum))
 
     def complete(self, num_pieces: int) -> None:
         """End with success.
@@ -170,19 +172,21 @@ class BlockLanding:
         self.seconds = self._loop.time() - self._opened
         self._outcome.set_result(LandingReport(self._peer.link.name, self._num_bytes, self.seconds))
 
-    def _runs(self, piece: Piece, ready: transfer_pb2.Ready, num_source_blocks: int) -> list[Run]:
+    def _runs(self, piece: Piece, ready: transfer_pb2.Ready, num_source_blocks: int) -> Runs:
         if ready.seq != self._num_pieces:
             raise TransferError(f"piece {ready.seq} where {self._num_pieces} was due")
         if ready.tag != run_tag(self._tag_base, self._num_runs):
             raise TransferError(f"piece {ready.seq} under a foreign tag")
-        if len(piece.block_ids) > PIECE_BLOCKS_MAX or any(block >= num_source_blocks for block in piece.block_ids):
+        if len(piece.block_ids) > PIECE_BLOCKS_MAX or max(piece.block_ids, default=0) >= num_source_blocks:
             raise TransferError("a piece of blocks that the sender's pool does not have")
         self._coverage.check(piece.first, len(piece.block_ids), piece.layers)
         if ready.num_bytes != piece_bytes(piece, self._layout):
             raise TransferError(f"a piece of {ready.num_bytes} bytes, not {piece_bytes(piece, self._layout)}")
         return runs_of(piece, self.ticket.block_ids, self._layout)
 
-    def _piece_done(self, seq: int, num_bytes: int, checksum: int, receiving: asyncio.Future[int | None]) -> None:
+    def _piece_done(
+        self, seq: int, num_bytes: int, checksum: int | None, receiving: asyncio.Future[int | None]
+    ) -> None:
         assert self._peer is not None
         self._activity.end()
         self._peer.last_piece = self._loop.time()
@@ -191,7 +195,7 @@ class BlockLanding:
             return
         if error is not None:
             self.fail(error if isinstance(error, BatonError) else TransferError(f"piece {seq}: {error!r}"))
-        elif self.ticket.checksum and receiving.result() != checksum:
+        elif receiving.result() != checksum:
             self._peer.count_refusal()
             self.fail(TransferError(f"piece {seq} of {num_bytes} bytes arrived with a wrong checksum"))
         else:

@@ -2,18 +2,18 @@
 
 import ctypes
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import xxhash
 
 from common.errors import TransferError
+from kvtransfer import native
 from kvtransfer.activity import Stop
-from kvtransfer.pieces import Run
+from kvtransfer.pieces import IntArray, Runs
 
 STEP_BYTES = 1024 * 1024
-"""Copied, then hashed while still in the cache; also how long an abort waits for a copying thread."""
+"""Copied or hashed between two looks at `Stop`: how long an abort waits for a thread."""
 
 
 class Memory:
@@ -32,38 +32,43 @@ def copy_threads(worker_id: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(4, cores // 2)), thread_name_prefix=f"kvcopy-{worker_id}")
 
 
-def checksum_of(memory: Memory, offsets: Sequence[tuple[int, int]], stop: Stop) -> int:
-    """Return xxh3_64 over (offset, bytes) ranges in order. Blocks; releases the GIL.
+def checksum_of(memory: Memory, offsets: IntArray, sizes: IntArray, stop: Stop) -> int:
+    """Return xxh3_64 over byte ranges in order. Blocks; releases the GIL.
 
     Raises:
         TransferError: stopped.
     """
     digest = xxhash.xxh3_64()
-    for begin, num_bytes in offsets:
+    for begin, num_bytes in zip(offsets.tolist(), sizes.tolist(), strict=True):
         for at in range(begin, begin + num_bytes, STEP_BYTES):
             _stop_here(stop)
             digest.update(memory.view[at : min(at + STEP_BYTES, begin + num_bytes)])
     return digest.intdigest()
 
 
-def copy_runs(source: Memory, target: Memory, runs: Sequence[Run], checksum: bool, stop: Stop) -> int | None:
-    """Copy `runs` and return xxh3_64 of the bytes as they are in the target. Blocks; releases the GIL.
+def copy_runs(source: Memory, target: Memory, runs: Runs, stop: Stop) -> None:
+    """Copy `runs`. Blocks; releases the GIL.
 
     Raises:
         TransferError: stopped; some runs are copied.
     """
-    digest = xxhash.xxh3_64() if checksum else None
+    assert not len(runs) or runs.sources.min() >= 0 <= runs.targets.min()
+    assert not len(runs) or (runs.sources + runs.sizes).max() <= source.num_bytes
+    assert not len(runs) or (runs.targets + runs.sizes).max() <= target.num_bytes
+    library = native.library()
+    if library is None:
+        copy_one_by_one(source, target, runs, stop)
+    elif library.baton_copy_runs(source.address, target.address, runs.table.ctypes.data, len(runs), stop.address):
+        raise TransferError("stopped")
+
+
+def copy_one_by_one(source: Memory, target: Memory, runs: Runs, stop: Stop) -> None:
+    """Do what `copy_runs` does, where there is no compiler: in Python, run by run."""
     for run in runs:
         for at in range(0, run.num_bytes, STEP_BYTES):
             _stop_here(stop)
             size = min(STEP_BYTES, run.num_bytes - at)
-            begin = run.target + at
-            assert begin + size <= target.num_bytes
-            assert run.source + at + size <= source.num_bytes
-            ctypes.memmove(target.address + begin, source.address + run.source + at, size)
-            if digest is not None:
-                digest.update(target.view[begin : begin + size])
-    return None if digest is None else digest.intdigest()
+            ctypes.memmove(target.address + run.target + at, source.address + run.source + at, size)
 
 
 def _stop_here(stop: Stop) -> None:

@@ -15,7 +15,7 @@ from common.logs import log
 from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import Memory, checksum_of
-from kvtransfer.pieces import Piece, Run, cut, piece_bytes, runs_of
+from kvtransfer.pieces import Piece, Runs, cut, piece_bytes, runs_of
 from kvtransfer.push import BlockPush
 from kvtransfer.ticket import TicketTerms
 from kvtransfer.transports.base import OutboundLink
@@ -159,18 +159,18 @@ class OutboundPeer:
 
     def _start(self, push: BlockPush, piece: Piece, num_bytes: int) -> None:
         runs = runs_of(piece, push.landing_ids, self._greeter.pool.layout)
-        if not push.terms.checksum:
+        assert self._link is not None
+        if not (push.terms.checksum and self._link.has_checksums):
             self._send_piece(push, piece, runs, num_bytes, 0)
             return
         pool = self._greeter.pool
-        ranges = [(run.source, run.num_bytes) for run in runs]
         push.activity.begin()
-        hashing = self._loop.run_in_executor(pool.threads, checksum_of, pool.memory, ranges, push.stop)
+        hashing = self._loop.run_in_executor(
+            pool.threads, checksum_of, pool.memory, runs.sources, runs.sizes, push.stop
+        )
         hashing.add_done_callback(partial(self._hashed, push, piece, runs, num_bytes))
 
-    def _hashed(
-        self, push: BlockPush, piece: Piece, runs: list[Run], num_bytes: int, hashing: asyncio.Future[int]
-    ) -> None:
+    def _hashed(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, hashing: asyncio.Future[int]) -> None:
         push.activity.end()
         error = hashing.exception()
         if push.is_over or error is not None:
@@ -179,7 +179,7 @@ class OutboundPeer:
         else:
             self._send_piece(push, piece, runs, num_bytes, hashing.result())
 
-    def _send_piece(self, push: BlockPush, piece: Piece, runs: list[Run], num_bytes: int, checksum: int) -> None:
+    def _send_piece(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, checksum: int) -> None:
         assert self._link is not None
         tag = push.next_tag
         ready = transfer_pb2.Ready(

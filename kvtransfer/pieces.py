@@ -1,9 +1,14 @@
 """From block ids to byte ranges: what one piece of a transfer copies from where to where."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtransfer.layout import BlockLayout
+
+IntArray = NDArray[np.int64]
 
 PIECE_BYTES_MAX = 4 * 1024 * 1024
 """Large announcements are cut here, so that the sender hashes one piece while the receiver copies the one before."""
@@ -16,6 +21,58 @@ class Run(NamedTuple):
     source: int
     target: int
     num_bytes: int
+
+
+class Runs:
+    """Many runs in order, as a table that one call can walk: a piece of small blocks has hundreds.
+
+    Args:
+        table: `[num_runs, 3] int64`, contiguous: source offset, target offset, bytes.
+    """
+
+    __slots__ = ("num_bytes", "table")
+
+    def __init__(self, table: IntArray) -> None:
+        self.table = np.ascontiguousarray(table, dtype=np.int64)
+        self.num_bytes = int(self.table[:, 2].sum())
+
+    @classmethod
+    def of(cls, runs: Iterable[Run]) -> "Runs":
+        """Return runs that are listed one by one."""
+        return cls(np.array(list(runs), dtype=np.int64).reshape(-1, 3))
+
+    @property
+    def sources(self) -> IntArray:
+        """Offsets in the source, `[num_runs]`."""
+        return self.table[:, 0]
+
+    @property
+    def targets(self) -> IntArray:
+        """Offsets in the target, `[num_runs]`."""
+        return self.table[:, 1]
+
+    @property
+    def sizes(self) -> IntArray:
+        """Bytes, `[num_runs]`."""
+        return self.table[:, 2]
+
+    def with_sources(self, sources: IntArray) -> "Runs":
+        """Return the same targets, filled from elsewhere."""
+        return Runs(np.stack([sources, self.targets, self.sizes], axis=1))
+
+    def with_targets(self, targets: IntArray) -> "Runs":
+        """Return the same sources, copied to elsewhere."""
+        return Runs(np.stack([self.sources, targets, self.sizes], axis=1))
+
+    def packed(self) -> IntArray:
+        """Return where each run begins when they lie one after the other, `[num_runs]`."""
+        return np.cumsum(self.sizes) - self.sizes
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Run]:
+        return map(Run._make, self.table.tolist())
 
 
 class Piece(NamedTuple):
@@ -41,7 +98,7 @@ def cut(piece: Piece, layout: BlockLayout) -> list[Piece]:
     ]
 
 
-def runs_of(piece: Piece, landing_ids: Sequence[int], layout: BlockLayout) -> list[Run]:
+def runs_of(piece: Piece, landing_ids: Sequence[int], layout: BlockLayout) -> Runs:
     """Return what to copy, in the order of the blocks; whole blocks that are neighbours on both sides become one run.
 
     Args:
@@ -52,12 +109,10 @@ def runs_of(piece: Piece, landing_ids: Sequence[int], layout: BlockLayout) -> li
     offset = piece.layers.start * layout.layer_bytes
     size = len(piece.layers) * layout.layer_bytes
     targets = landing_ids[piece.first : piece.first + len(piece.block_ids)]
-    runs: list[Run] = []
-    for source_id, target_id in zip(piece.block_ids, targets, strict=True):
-        source, target = source_id * layout.block_bytes + offset, target_id * layout.block_bytes + offset
-        last = runs[-1] if runs else None
-        if last and last.source + last.num_bytes == source and last.target + last.num_bytes == target:
-            runs[-1] = last._replace(num_bytes=last.num_bytes + size)
-        else:
-            runs.append(Run(source, target, size))
-    return runs
+    assert len(targets) == len(piece.block_ids)
+    begins = np.array([piece.block_ids, targets], dtype=np.int64) * layout.block_bytes + offset
+    is_first = np.ones(begins.shape[1], dtype=np.bool_)
+    is_first[1:] = (np.diff(begins) != size).any(axis=0)
+    starts = np.flatnonzero(is_first)
+    lengths = np.diff(starts, append=begins.shape[1]) * size
+    return Runs(np.stack([begins[0, starts], begins[1, starts], lengths], axis=1))

@@ -105,7 +105,7 @@ class BlockPush:
         layers = self.terms.layers if layers is None else layers
         assert not self._is_finishing
         assert 0 <= first <= first + len(block_ids) <= self.terms.num_blocks
-        assert all(0 <= block < self._peer.num_source_blocks for block in block_ids)
+        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._peer.num_source_blocks
         assert self.terms.layers.start <= layers.start < layers.stop <= self.terms.layers.stop
         if not block_ids or self.is_over:
             return
@@ -139,7 +139,7 @@ class BlockPush:
         if self.is_over:
             return
         self._end()
-        self.stop.is_set = True
+        self.stop.set()
         self._outcome.set_exception(error)
         if not self._opened.done():
             self._opened.set_exception(error)

@@ -4,27 +4,16 @@ A library is loaded only where the CPU has its instruction set, so the same chec
 """
 
 import functools
-import hashlib
-import logging
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Literal
 
-from common.errors import ConfigError
-from common.logs import log
-
-logger = logging.getLogger(__name__)
+from common.compiling import compiled
 
 Isa = Literal["avx2", "avx512"]
 
 SOURCES = Path(__file__).parent / "csrc"
-CACHE = Path("~/.cache/baton/kernels")
-_COMPILERS = ("c++", "g++", "clang++")
-_COMPILE_TIMEOUT_S = 300.0
 # Contraction is off so that a sum rounds alike in every tile height. GCC's own AVX-512 headers trip -Wuninitialized.
 _FLAGS = [
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"),
@@ -59,46 +48,7 @@ def build_library(isa: Isa) -> Path:
     Raises:
         ConfigError: no C++ compiler, or it failed; the message has its first complaint.
     """
-    compiler, version = _compiler()
-    flags = [*_FLAGS, *_ISA_FLAGS[isa]]
-    sources = sorted(SOURCES.iterdir())
-    key = hashlib.sha256("\0".join([version, *flags]).encode())
-    for source in sources:
-        key.update(source.name.encode() + b"\0" + source.read_bytes())
-    target = CACHE.expanduser() / key.hexdigest()[:24] / f"libkernels-{isa}.so"
-    if target.exists():
-        return target
-    log(logger, logging.INFO, "compiling kernels", isa=isa, compiler=compiler, target=str(target))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Compiled beside its place and moved there: a worker that starts at the same moment sees all of it or nothing.
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            library = Path(folder) / target.name
-            _compile([compiler, *flags, str(SOURCES / "step.cpp"), "-o", str(library)])
-            library.replace(target)
-    except OSError as error:
-        raise ConfigError(f"cannot compile kernels into {target.parent}: {error}") from error
-    return target
-
-
-def _compile(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{command[0]} took more than {_COMPILE_TIMEOUT_S:.0f} s") from error
-    if done.returncode != 0:
-        complaints = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise ConfigError(f"{command[0]} failed on the kernels: {complaints[0] if complaints else done.returncode}")
-
-
-@functools.cache
-def _compiler() -> tuple[str, str]:
-    for name in _COMPILERS:
-        if path := shutil.which(name):
-            version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
-            if version.returncode == 0:
-                return path, version.stdout.partition("\n")[0]
-    raise ConfigError(f"no C++ compiler found ({', '.join(_COMPILERS)}): install one to get the fast kernels")
+    return compiled(SOURCES, "step.cpp", f"libkernels-{isa}.so", [*_FLAGS, *_ISA_FLAGS[isa]])
 
 
 @functools.cache

@@ -6,13 +6,12 @@ The control connection, tickets, leases and flow control are the same for all: `
 
 import asyncio
 import socket
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError
 from kvtransfer.activity import Stop
-from kvtransfer.pieces import Run
+from kvtransfer.pieces import Runs
 
 
 class OutboundLink(Protocol):
@@ -23,7 +22,12 @@ class OutboundLink(Protocol):
         """The transport, e.g. "shm"."""
         ...
 
-    def send(self, runs: Sequence[Run], tag: int) -> asyncio.Future[None] | None:
+    @property
+    def has_checksums(self) -> bool:
+        """Whether pieces are verified where the ticket asks for it; both ends of a link say the same."""
+        ...
+
+    def send(self, runs: Runs, tag: int) -> asyncio.Future[None] | None:
         """Start sending runs, after their Ready frame.
 
         Args:
@@ -49,7 +53,12 @@ class InboundLink(Protocol):
         """The transport, e.g. "shm"."""
         ...
 
-    def receive(self, runs: Sequence[Run], tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
+    @property
+    def has_checksums(self) -> bool:
+        """Whether pieces are verified where the ticket asks for it; both ends of a link say the same."""
+        ...
+
+    def receive(self, runs: Runs, tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
         """Bring runs into the pool.
 
         Args:
@@ -64,7 +73,7 @@ class InboundLink(Protocol):
         """
         ...
 
-    def discard(self, runs: Sequence[Run], tag: int) -> None:
+    def discard(self, runs: Runs, tag: int) -> None:
         """Let runs of a transfer that is over pass by without writing them anywhere."""
         ...
 

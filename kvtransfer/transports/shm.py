@@ -11,19 +11,20 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
 from baton_pb.v1 import transfer_pb2
 from common.errors import TransferError, UnauthenticatedError
 from kvtransfer.activity import Stop
-from kvtransfer.memory import Memory, copy_runs
-from kvtransfer.pieces import Run
+from kvtransfer.memory import Memory, checksum_of, copy_runs
+from kvtransfer.pieces import Runs
 from kvtransfer.transports.base import Greeting, LinkOwner
 
 NAME = "shm"
 BACKLOG = 128
+CHECKSUMS = b"checksums"
+"""What the receiver's Hello says if it wants to verify what it copies."""
 _UCRED = struct.Struct("iII")
 
 
@@ -104,11 +105,12 @@ class ShmDoor:
 
     name = NAME
 
-    def __init__(self, target: Memory, threads: Executor, block_bytes: int) -> None:
+    def __init__(self, target: Memory, threads: Executor, block_bytes: int, has_checksums: bool) -> None:
         self.sock, self.path = listen()
         self._target = target
         self._threads = threads
         self._block_bytes = block_bytes
+        self._has_checksums = has_checksums
 
     def check(self, sock: socket.socket) -> None:
         """Refuse other users."""
@@ -117,15 +119,23 @@ class ShmDoor:
     def greet(self, hello: transfer_pb2.Hello, fd: int | None, owner: LinkOwner) -> Greeting:  # noqa: ARG002  (up at once)
         """Map the sender's pool."""
         source = map_pool(fd, hello.num_blocks * self._block_bytes)
-        return Greeting(ShmInbound(source, self._target, self._threads), b"", is_up=True)
+        link = ShmInbound(source, self._target, self._threads, self._has_checksums)
+        return Greeting(link, CHECKSUMS if self._has_checksums else b"", is_up=True)
 
 
 class ShmOutbound:
-    """Implements `OutboundLink`: there is nothing to do, the receiver reads."""
+    """Implements `OutboundLink`: there is nothing to do, the receiver reads.
+
+    Args:
+        extra: of the receiver's Hello.
+    """
 
     name = NAME
 
-    def send(self, runs: Sequence[Run], tag: int) -> None:
+    def __init__(self, extra: bytes) -> None:
+        self.has_checksums = extra == CHECKSUMS
+
+    def send(self, runs: Runs, tag: int) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -139,18 +149,20 @@ class ShmInbound:
         source: the sender's pool.
         target: the own pool.
         threads: where copies run.
+        has_checksums: whether to verify on demand. No wire can damage bytes here, so that it costs more than it shows.
     """
 
     name = NAME
 
-    def __init__(self, source: Memory, target: Memory, threads: Executor) -> None:
+    def __init__(self, source: Memory, target: Memory, threads: Executor, has_checksums: bool) -> None:
+        self.has_checksums = has_checksums
         self._source: Memory | None = source
         self._target = target
         self._threads = threads
 
     def receive(
         self,
-        runs: Sequence[Run],
+        runs: Runs,
         tag: int,  # noqa: ARG002
         checksum: bool,
         stop: Stop,
@@ -158,14 +170,19 @@ class ShmInbound:
         """Copy and hash; see `InboundLink.receive`."""
         assert self._source is not None
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._threads, copy_runs, self._source, self._target, runs, checksum, stop)
+        return loop.run_in_executor(self._threads, _copy, self._source, self._target, runs, checksum, stop)
 
-    def discard(self, runs: Sequence[Run], tag: int) -> None:
+    def discard(self, runs: Runs, tag: int) -> None:
         """Do nothing: unread memory needs no attention."""
 
     def close(self) -> None:
         """Let go of the mapping; copies under way hold their own reference and are short."""
         self._source = None
+
+
+def _copy(source: Memory, target: Memory, runs: Runs, checksum: bool, stop: Stop) -> int | None:
+    copy_runs(source, target, runs, stop)
+    return checksum_of(target, runs.targets, runs.sizes, stop) if checksum else None
 
 
 def _address(path: str) -> bytes:

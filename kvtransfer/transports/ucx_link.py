@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+import numpy as np
 import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
 from kvtransfer.memory import Memory, checksum_of, copy_runs
-from kvtransfer.pieces import Run
+from kvtransfer.pieces import Runs
 from kvtransfer.ticket import run_tag
 from kvtransfer.transports.base import LinkOwner
 from kvtransfer.transports.ucx_driver import UcxDriver
@@ -25,6 +26,7 @@ class UcxLink:
     """What both directions share: one UCX endpoint, and posting on it."""
 
     name = NAME
+    has_checksums = True
 
     def __init__(self, driver: UcxDriver) -> None:
         self.on_closed: Callable[[], object] = lambda: None
@@ -85,7 +87,7 @@ class UcxOutbound(UcxLink):
         self.on_broken: Callable[[BatonError], object] = lambda _: None
         """Called when the receiver's endpoint is gone; set by whoever owns the control connection."""
 
-    def send(self, runs: Sequence[Run], tag: int) -> asyncio.Future[None]:
+    def send(self, runs: Runs, tag: int) -> asyncio.Future[None]:
         """Send each run, or all of them packed; see `OutboundLink.send`."""
         if _is_packed(runs):
             return self._driver.start(self._send_packed(runs, tag))
@@ -96,10 +98,11 @@ class UcxOutbound(UcxLink):
         ]
         return self._driver.start(_all_done(sends))
 
-    async def _send_packed(self, runs: Sequence[Run], tag: int) -> None:
+    async def _send_packed(self, runs: Runs, tag: int) -> None:
         # Not stoppable: the receiver has posted its receive.
-        staging, moves = _staging(runs, to_staging=True)
-        await self._loop.run_in_executor(self._threads, copy_runs, self._memory, staging, moves, False, Stop())
+        staging = Memory(memoryview(bytearray(runs.num_bytes)))
+        moves = runs.with_targets(runs.packed())
+        await self._loop.run_in_executor(self._threads, copy_runs, self._memory, staging, moves, Stop())
         await self._post(staging.view, tag, is_send=True)
 
     def _broken(self) -> None:
@@ -123,12 +126,12 @@ class UcxInbound(UcxLink):
         if not self._is_closed:
             self._owner.link_is_up()
 
-    def receive(self, runs: Sequence[Run], tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
+    def receive(self, runs: Runs, tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
         """Receive each run in its place, or all of them packed; see `InboundLink.receive`."""
         if _is_packed(runs):
-            staging, moves = _staging(runs, to_staging=False)
+            staging = Memory(memoryview(bytearray(runs.num_bytes)))
             packed = self._post(staging.view, tag, is_send=False)
-            return self._driver.start(self._unpack(packed, staging, moves, checksum, stop))
+            return self._driver.start(self._unpack(packed, staging, runs, checksum, stop))
         view = self._target.view
         receives = [
             self._post(view[run.target : run.target + run.num_bytes], run_tag(tag, i), is_send=False)
@@ -136,44 +139,40 @@ class UcxInbound(UcxLink):
         ]
         return self._driver.start(self._verify(receives, runs, checksum, stop))
 
-    def discard(self, runs: Sequence[Run], tag: int) -> None:
+    def discard(self, runs: Runs, tag: int) -> None:
         """Receive into a single byte: UCX ends the message as truncated, at both ends."""
         for i in range(1 if _is_packed(runs) else len(runs)):
             self._driver.start(_ended(self._post(self._nothing, run_tag(tag, i), is_send=False)))
 
     async def _unpack(
-        self, packed: asyncio.Future[None], staging: Memory, moves: Sequence[Run], checksum: bool, stop: Stop
+        self, packed: asyncio.Future[None], staging: Memory, runs: Runs, checksum: bool, stop: Stop
     ) -> int | None:
         await packed
-        return await self._loop.run_in_executor(self._threads, copy_runs, staging, self._target, moves, checksum, stop)
+        return await self._loop.run_in_executor(self._threads, _unpack, staging, self._target, runs, checksum, stop)
 
     async def _verify(
-        self, receives: Sequence[asyncio.Future[None]], runs: Sequence[Run], checksum: bool, stop: Stop
+        self, receives: Sequence[asyncio.Future[None]], runs: Runs, checksum: bool, stop: Stop
     ) -> int | None:
         await _all_done(receives)
         if not checksum:
             return None
-        ranges = [(run.target, run.num_bytes) for run in runs]
-        return await self._loop.run_in_executor(self._threads, checksum_of, self._target, ranges, stop)
+        return await self._loop.run_in_executor(
+            self._threads, checksum_of, self._target, runs.targets, runs.sizes, stop
+        )
 
     def _broken(self) -> None:
         super()._broken()
         self._owner.lose(TransferError("the sender's ucx endpoint is gone"))
 
 
-def _is_packed(runs: Sequence[Run]) -> bool:
+def _is_packed(runs: Runs) -> bool:
     """Whether a piece travels as one message; both ends decide alike."""
-    return len(runs) > 1 and sum(run.num_bytes for run in runs) < len(runs) * PACK_BELOW_BYTES
+    return len(runs) > 1 and runs.num_bytes < len(runs) * PACK_BELOW_BYTES
 
 
-def _staging(runs: Sequence[Run], to_staging: bool) -> tuple[Memory, list[Run]]:
-    """Return a buffer for packed runs, and the moves into it from a source, or out of it to a target."""
-    moves: list[Run] = []
-    at = 0
-    for run in runs:
-        moves.append(run._replace(target=at) if to_staging else run._replace(source=at))
-        at += run.num_bytes
-    return Memory(memoryview(bytearray(at))), moves
+def _unpack(staging: Memory, target: Memory, runs: Runs, checksum: bool, stop: Stop) -> int | None:
+    copy_runs(staging, target, runs.with_sources(runs.packed()), stop)
+    return checksum_of(staging, np.zeros(1, np.int64), np.array([runs.num_bytes]), stop) if checksum else None
 
 
 async def _all_done(futures: Sequence[asyncio.Future[None]]) -> None:

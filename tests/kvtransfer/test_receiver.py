@@ -277,7 +277,7 @@ def test_a_wrong_piece_fails_its_transfer_and_writes_nothing_else(
     make_shm_pair: MakePair, changes: dict[str, object]
 ) -> None:
     async def test() -> None:
-        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+        async with asyncio.timeout(10), make_shm_pair(checksum_shm=True) as pair, raw_sender(pair) as raw:
             before = [pair.target.block(block) for block in range(16)]
             landing = pair.receiver.grant([1], 0)
             await raw.hello()

@@ -13,7 +13,7 @@ from common.errors import TransferError
 from kvtransfer.activity import Stop
 from kvtransfer.fake import FakeBlockStore
 from kvtransfer.memory import Memory, copy_threads
-from kvtransfer.pieces import Run
+from kvtransfer.pieces import Run, Runs
 from kvtransfer.transports.ucx import TOKEN_BYTES, UcxDoor, UcxStation
 from kvtransfer.transports.ucx_link import UcxInbound, UcxOutbound
 
@@ -74,8 +74,8 @@ def run(test: Callable[[Linked], Any]) -> None:
 def test_messages_of_a_dead_transfer_pass_by_and_leave_the_sender_free() -> None:
     async def test(linked: Linked) -> None:
         before = bytes(linked.target.buffer)
-        runs = [Run(0, 0, 10), Run(20, 20, 9000)]
-        for tag, dead in ((100, [runs[1]]), (200, runs)):
+        runs = Runs.of([Run(0, 0, 10), Run(20, 20, 9000)])
+        for tag, dead in ((100, Runs.of([Run(20, 20, 9000)])), (200, runs)):
             sending = linked.outbound.send(dead, tag)
             linked.inbound.discard(dead, tag)
             await sending
@@ -83,7 +83,7 @@ def test_messages_of_a_dead_transfer_pass_by_and_leave_the_sender_free() -> None
 
         linked.source.fill(1, 1)
         size = linked.source.layout.block_bytes
-        live = [Run(size, 0, size)]
+        live = Runs.of([Run(size, 0, size)])
         receiving = linked.inbound.receive(live, 300, True, Stop())
         await linked.outbound.send(live, 300)
         assert await receiving is not None
@@ -94,21 +94,21 @@ def test_messages_of_a_dead_transfer_pass_by_and_leave_the_sender_free() -> None
 
 def test_a_receive_without_a_message_ends_when_the_link_is_closed() -> None:
     async def test(linked: Linked) -> None:
-        receiving = linked.inbound.receive([Run(0, 0, 1000)], 7, False, Stop())
+        receiving = linked.inbound.receive(Runs.of([Run(0, 0, 1000)]), 7, False, Stop())
 
         linked.inbound.close()
 
         with pytest.raises(TransferError):
             await receiving
         with pytest.raises(TransferError):
-            await linked.inbound.receive([Run(0, 0, 1000)], 8, False, Stop())
+            await linked.inbound.receive(Runs.of([Run(0, 0, 1000)]), 8, False, Stop())
 
     run(test)
 
 
 def test_a_receive_without_a_message_ends_when_the_sender_closes() -> None:
     async def test(linked: Linked) -> None:
-        receiving = linked.inbound.receive([Run(0, 0, 1000)], 7, False, Stop())
+        receiving = linked.inbound.receive(Runs.of([Run(0, 0, 1000)]), 7, False, Stop())
 
         linked.outbound.close()
 
@@ -123,11 +123,11 @@ def test_closing_one_link_leaves_what_is_under_way_on_others_alone() -> None:
     async def test(linked: Linked) -> None:
         linked.source.fill(2, 2)
         size = linked.source.layout.block_bytes
-        runs = [Run(2 * size, 0, size)]
+        runs = Runs.of([Run(2 * size, 0, size)])
         receiving = linked.inbound.receive(runs, 7, False, Stop())
         for closed_by_sender in (False, True):
             inbound, outbound = await linked.link()
-            doomed = inbound.receive([Run(0, size, size)], 8 + closed_by_sender, False, Stop())
+            doomed = inbound.receive(Runs.of([Run(0, size, size)]), 8 + closed_by_sender, False, Stop())
             (outbound if closed_by_sender else inbound).close()
             with pytest.raises(TransferError):
                 await doomed
@@ -149,7 +149,7 @@ def test_an_endpoint_without_a_known_token_is_turned_away() -> None:
 
         stranger = await linked.station.connect("127.0.0.1", forged, memory, linked.threads)
         with pytest.raises(TransferError):
-            await stranger.send([Run(0, 0, 1 << 14)], 1)
+            await stranger.send(Runs.of([Run(0, 0, 1 << 14)]), 1)
 
         assert linked.refused == 1
 
@@ -158,7 +158,7 @@ def test_an_endpoint_without_a_known_token_is_turned_away() -> None:
 
 def test_an_idle_driver_uses_no_processor() -> None:
     async def test(linked: Linked) -> None:
-        waiting = linked.inbound.receive([Run(0, 0, 100)], 5, False, Stop())
+        waiting = linked.inbound.receive(Runs.of([Run(0, 0, 100)]), 5, False, Stop())
         await asyncio.sleep(0.05)
         before = os.times()
 

@@ -1,0 +1,30 @@
+"""The C interface of csrc/copy.cpp through ctypes, which releases the GIL for the length of a call."""
+
+import ctypes
+import functools
+import logging
+from ctypes import c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from common.compiling import compiled
+from common.errors import ConfigError
+from common.logs import log
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-Wall", "-Wextra")
+
+
+@functools.cache
+def library() -> Any | None:
+    """Return the loaded library; None where no compiler made it, which is logged once. Blocks for a second at first."""
+    try:
+        loaded = ctypes.CDLL(str(compiled(SOURCES, "copy.cpp", "libcopy.so", _FLAGS)))
+    except (ConfigError, OSError) as error:
+        log(logger, logging.WARNING, f"SLOW PATH: blocks are copied by memmove, run by run: {error}")
+        return None
+    loaded.baton_copy_runs.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]
+    loaded.baton_copy_runs.restype = c_int32
+    return loaded
