@@ -42,6 +42,28 @@ WORKER_ROLE_BOTH: WorkerRole.ValueType  # 3
 """Decodes, and prefills its own sequences: the colocated baseline."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
+class _CacheTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_TIER_POOL: _CacheTier.ValueType  # 0
+    """The pool: ready to be used."""
+    CACHE_TIER_HOST: _CacheTier.ValueType  # 1
+    """The host's memory."""
+    CACHE_TIER_DISK: _CacheTier.ValueType  # 2
+
+class CacheTier(_CacheTier, metaclass=_CacheTierEnumTypeWrapper):
+    """Where a worker keeps a block."""
+
+CACHE_TIER_POOL: CacheTier.ValueType  # 0
+"""The pool: ready to be used."""
+CACHE_TIER_HOST: CacheTier.ValueType  # 1
+"""The host's memory."""
+CACHE_TIER_DISK: CacheTier.ValueType  # 2
+Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
+
 @_typing.final
 class HandshakeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -164,19 +186,31 @@ Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
 
 @_typing.final
 class CacheSnapshot(_message.Message):
+    """By tier; a block that is in two tiers is in both lists."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HASHES_FIELD_NUMBER: _builtins.int
+    HOST_HASHES_FIELD_NUMBER: _builtins.int
+    DISK_HASHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """In the pool."""
+
+    @_builtins.property
+    def host_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def disk_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        host_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        disk_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_hashes", b"disk_hashes", "hashes", b"hashes", "host_hashes", b"host_hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,9 +223,12 @@ class CacheEvent(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The worker's own count of cache events, without gaps; a gap means that a snapshot must be asked for (a new Watch)."""
     stored: _builtins.bool
+    tier: Global___CacheTier.ValueType
+    """A block that moves between tiers is stored in one and evicted from the other."""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -200,10 +237,11 @@ class CacheEvent(_message.Message):
         number: _builtins.int = ...,
         stored: _builtins.bool = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        tier: Global___CacheTier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "number", b"number", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "number", b"number", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,8 @@
 """Protocol messages <-> the core's own types."""
 
 from baton_pb.v1 import router_pb2, transfer_pb2, worker_pb2
+from cluster.router.holder_table import Tier
+from cluster.router.prefix_index import Snapshot
 from cluster.router.router import Placement, PlacementRequest, Router
 from cluster.router.worker_table import Role, Worker, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES
@@ -10,6 +12,11 @@ _ROLES = {
     worker_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
     worker_pb2.WORKER_ROLE_DECODE: Role.DECODE,
     worker_pb2.WORKER_ROLE_BOTH: Role.BOTH,
+}
+_TIERS = {
+    worker_pb2.CACHE_TIER_POOL: Tier.POOL,
+    worker_pb2.CACHE_TIER_HOST: Tier.HOST,
+    worker_pb2.CACHE_TIER_DISK: Tier.DISK,
 }
 _ROLES_PB = {role: number for number, role in _ROLES.items()}
 
@@ -49,6 +56,16 @@ def _layout_in_words(layout: transfer_pb2.BlockLayout) -> str:
         f"{layout.dtype} [{layout.axes}] of {layout.num_layers} layers, {layout.block_tokens} tokens, "
         f"{layout.num_kv_heads} heads, {layout.head_dim} dims"
     )
+
+
+def snapshot_from_pb(snapshot: worker_pb2.CacheSnapshot) -> Snapshot:
+    """Decode a snapshot."""
+    return Snapshot(snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes)
+
+
+def tier_from_pb(tier: "worker_pb2.CacheTier.ValueType") -> Tier:
+    """Decode a tier; one that is not known here is as slow as the slowest that is."""
+    return _TIERS.get(tier, Tier.DISK)
 
 
 def load_from_pb(load: worker_pb2.LoadReport) -> WorkerLoad:

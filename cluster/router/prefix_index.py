@@ -1,68 +1,99 @@
-"""Which worker holds which prefix, by chain hash, from the workers' numbered events."""
+"""Which worker holds which prefix, and in which tier, by chain hash, from the workers' numbered events."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from cluster.router.hits import NO_HITS, Hits, Levels, levels_of
+from cluster.router.holder_table import Entry, HolderTable, Tier, key_of
 
 
 @dataclass(slots=True)
 class _Held:
-    hashes: set[bytes] = field(default_factory=set)
+    """What is known of one worker."""
+
+    entries: dict[Tier, Entry]
     last_number: int | None = None
     """Of the last event applied; None right after a snapshot: whatever event comes next continues it."""
     needs_snapshot: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All blocks that a worker holds."""
+
+    pool: Iterable[bytes] = ()
+    host: Iterable[bytes] = ()
+    disk: Iterable[bytes] = ()
+
+
 class PrefixIndex:
-    """One set of hashes for each worker. Owned by the router's loop; plain functions.
+    """One table of holders for each tier. Owned by the router's loop; plain functions.
 
         (unknown) ──replace──► following ──apply, next number──► following
                                    ▲    └──apply, a gap──► needs a snapshot, deaf to events
                                    └──────────replace──────────┘
 
-    Memory: 49 bytes for a 16-byte hash and 27 to 55 for its place in a set, for each block of each worker.
+    Memory: see HolderTable, at most 110 bytes for each block of each worker, less where several workers hold it.
 
-    A match takes a bisection, which trusts that whoever holds a prefix holds its beginnings. Pools evict the deepest
-    blocks first, so that is so but for rare moments; then the answer is a hit of some held prefix, never of one that
-    is not held.
+    A match bisects the chain for all holders together. It trusts that whoever holds a prefix, in whichever tier, holds
+    its beginnings. Pools evict the deepest blocks first, so that is so but for rare moments; then the answer is a hit
+    of some held prefix, never of one that is not held.
     """
 
     def __init__(self) -> None:
+        self._tables = {tier: HolderTable() for tier in Tier}
         self._workers: dict[str, _Held] = {}
+        self._bits: dict[str, int] = {}
+        self._free_bits: list[int] = []
 
-    def replace(self, worker_id: str, hashes: Iterable[bytes]) -> None:
-        """Take a snapshot: the worker holds exactly these."""
-        self._workers[worker_id] = _Held(set(hashes), needs_snapshot=False)
+    def replace(self, worker_id: str, hashes: Iterable[bytes] | Snapshot) -> None:
+        """Take a snapshot: the worker holds exactly these; bare hashes are in its pool."""
+        snapshot = hashes if isinstance(hashes, Snapshot) else Snapshot(hashes)
+        held = self._held(worker_id)
+        self._clear(held)
+        for tier, named in ((Tier.POOL, snapshot.pool), (Tier.HOST, snapshot.host), (Tier.DISK, snapshot.disk)):
+            self._tables[tier].store(held.entries[tier], named)
+        held.last_number, held.needs_snapshot = None, False
 
-    def apply(self, worker_id: str, number: int, stored: bool, hashes: Iterable[bytes]) -> bool:
+    def apply(self, worker_id: str, number: int, stored: bool, hashes: Iterable[bytes], tier: Tier = Tier.POOL) -> bool:
         """Take one event.
 
         Returns:
             Whether it was the next one. If not, what is known stays as it is, and all further events of this worker
             are refused, until `replace`.
         """
-        held = self._workers.setdefault(worker_id, _Held())
+        held = self._held(worker_id)
         if held.last_number is not None and number != held.last_number + 1:
             held.needs_snapshot = True
         if held.needs_snapshot:
             return False
         held.last_number = number
-        if stored:
-            held.hashes.update(hashes)
-        else:
-            held.hashes.difference_update(hashes)
+        change = self._tables[tier].store if stored else self._tables[tier].evict
+        change(held.entries[tier], hashes)
         return True
 
     def forget(self, worker_id: str) -> None:
-        """Drop all that is known of a worker."""
-        self._workers.pop(worker_id, None)
+        """Drop all that is known of a worker; takes time in proportion to what it holds."""
+        held = self._workers.pop(worker_id, None)
+        if held is not None:
+            self._clear(held)
+            self._free_bits.append(self._bits.pop(worker_id))
+
+    def find(self, chain: Sequence[bytes]) -> Hits:
+        """Return who holds how many leading blocks of a chain."""
+        if not chain:
+            return NO_HITS
+        in_pool = _levels(chain, [self._tables[Tier.POOL]])
+        in_memory = levels = in_pool
+        if self._tables[Tier.HOST].num_keys:
+            in_memory = levels = _levels(chain, [self._tables[Tier.POOL], self._tables[Tier.HOST]])
+        if self._tables[Tier.DISK].num_keys:
+            levels = _levels(chain, list(self._tables.values()))
+        return Hits(self._bits, levels, in_pool, in_memory)
 
     def match(self, worker_id: str, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of the chain `hashes` a worker holds."""
-        held = self._workers.get(worker_id)
-        if held is None or not hashes or hashes[0] not in held.hashes:
-            return 0
-        return bisect_left(hashes, True, lo=1, key=lambda prefix: prefix not in held.hashes)
+        """Return how many leading blocks of the chain `hashes` a worker holds, in whichever tier."""
+        return self.find(hashes).of(worker_id)
 
     def needs_snapshot(self, worker_id: str) -> bool:
         """Whether the worker's events cannot be followed."""
@@ -70,11 +101,37 @@ class PrefixIndex:
         return held is None or held.needs_snapshot
 
     def num_blocks_of(self, worker_id: str) -> int:
-        """Return how many blocks a worker holds."""
+        """Return how many blocks a worker holds; one in two tiers counts twice."""
         held = self._workers.get(worker_id)
-        return 0 if held is None else len(held.hashes)
+        return 0 if held is None else sum(entry.num_keys for entry in held.entries.values())
 
     @property
     def num_blocks(self) -> int:
         """Blocks of all workers together."""
-        return sum(len(held.hashes) for held in self._workers.values())
+        return sum(self.num_blocks_of(worker_id) for worker_id in self._workers)
+
+    def _held(self, worker_id: str) -> _Held:
+        held = self._workers.get(worker_id)
+        if held is None:
+            bit = self._free_bits.pop() if self._free_bits else 1 << len(self._bits)
+            self._bits[worker_id] = bit
+            held = self._workers[worker_id] = _Held({tier: Entry(bit) for tier in Tier})
+        return held
+
+    def _clear(self, held: _Held) -> None:
+        for tier, entry in held.entries.items():
+            self._tables[tier].clear(entry)
+
+
+def _levels(chain: Sequence[bytes], tables: Sequence[HolderTable]) -> Levels:
+    if len(tables) == 1:
+        table = tables[0]
+        return levels_of(len(chain), lambda index: table.holders(key_of(chain[index])))
+
+    def holders(index: int) -> int:
+        key, found = key_of(chain[index]), 0
+        for table in tables:
+            found |= table.holders(key)
+        return found
+
+    return levels_of(len(chain), holders)

@@ -53,7 +53,7 @@ class Reservation:
     """What one request occupies, on one decode and perhaps one prefill worker. `release` gives it back, once."""
 
     def __init__(
-        self, router: "Router", placement: Placement | None, decode: Account, prefill: Account | None, tokens: "_Tokens"
+        self, router: "Router", placement: Placement | None, decode: Worker, prefill: Worker | None, tokens: "_Tokens"
     ) -> None:
         self.placement = placement
         """None for a reservation that `Router.hold` counted again."""
@@ -63,14 +63,11 @@ class Reservation:
         self._tokens = tokens
         self._is_prefilled = False
         self._is_released = False
-        decode.reservations += 1
-        decode.num_tokens += tokens.held
-        if prefill is not None:
-            prefill.reservations += 1
-        self._prefiller.queued_tokens += tokens.queued
+        decode.book(reservations=1, num_tokens=tokens.held)
+        self._prefiller.book(reservations=prefill is not None, queued_tokens=tokens.queued)
 
     @property
-    def _prefiller(self) -> Account:
+    def _prefiller(self) -> Worker:
         return self._decode if self._prefill is None else self._prefill
 
     def first_token(self) -> None:
@@ -78,9 +75,7 @@ class Reservation:
         if self._is_prefilled:
             return
         self._is_prefilled = True
-        self._prefiller.queued_tokens -= self._tokens.queued
-        if self._prefill is not None:
-            self._prefill.reservations -= 1
+        self._prefiller.book(reservations=-(self._prefill is not None), queued_tokens=-self._tokens.queued)
 
     def release(self) -> None:
         """The request is over, whatever its outcome. Further calls do nothing."""
@@ -89,8 +84,7 @@ class Reservation:
         self._is_released = True
         was_prefilled = self._is_prefilled
         self.first_token()
-        self._decode.reservations -= 1
-        self._decode.num_tokens -= self._tokens.held
+        self._decode.book(reservations=-1, num_tokens=-self._tokens.held)
         self._router.released(self, self._tokens.blocks if was_prefilled else 0)
 
 
@@ -126,29 +120,25 @@ class Router:
             WorkerLostError: nobody can decode now; nothing was reserved.
             InvalidRequestError: no worker's pool could ever hold the prompt.
         """
-        decoders = self._decoders(request)
-        prefillers = self.workers.ready(Role.PREFILL, excluded=request.excluded)
-        prefillers = [worker for worker in prefillers if worker.holds(request.num_tokens)]
         question = Question(
             num_tokens=request.num_tokens,
             num_blocks=len(request.hashes),
-            decode=[self._candidate(worker, request.hashes) for worker in decoders],
-            prefill=[self._candidate(worker, request.hashes) for worker in prefillers],
+            decode=self._decoders(request),
+            prefill=self._prefillers(request),
+            hits=self.index.find(request.hashes),
         )
         choice = self.policy.choose(question, self._rng)
         if choice.prefill is not None:
             self._has_fallen_back = False
         elif not choice.decode.prefills_itself:
             self._count_fallback(request)
-        decode = next(worker for worker in decoders if worker.info.worker_id == choice.decode.worker_id)
-        prefill = None
-        if choice.prefill is not None:
-            prefill = next(worker for worker in prefillers if worker.info.worker_id == choice.prefill.worker_id)
+        decode = self._row(choice.decode)
+        prefill = None if choice.prefill is None else self._row(choice.prefill)
         placement = Placement(
             decode.info,
             None if prefill is None else prefill.info,
-            choice.decode.hit_blocks,
-            0 if choice.prefill is None else choice.prefill.hit_blocks,
+            question.hits.of(choice.decode.worker_id),
+            0 if choice.prefill is None else question.hits.of(choice.prefill.worker_id),
             choice.reason,
         )
         self.placements_total += 1
@@ -163,9 +153,8 @@ class Router:
         is_prefilled: bool,
     ) -> Reservation:
         """Count a running request again that was placed before this router started. Unknown workers are all right."""
-        decode, prefill = self._account(decode_worker_id), None
-        if prefill_worker_id is not None:
-            prefill = self._account(prefill_worker_id)
+        decode = self._row_or_stranger(decode_worker_id)
+        prefill = None if prefill_worker_id is None else self._row_or_stranger(prefill_worker_id)
         reservation = Reservation(self, None, decode, prefill, _Tokens(num_tokens, num_tokens + max_output_tokens))
         if is_prefilled:
             reservation.first_token()
@@ -205,11 +194,12 @@ class Router:
         worker = self.workers.get(worker_id)
         if worker is None:
             return
-        worker.state, worker.facts = State.STARTING, facts
+        worker.facts = facts
+        self.workers.move(worker, State.STARTING)
         self._forget_agreement_if_alone()
         difference = None if self._agreed is None else _difference(self._agreed, facts)
         if difference is not None:
-            worker.state, worker.reason = State.REFUSED, difference
+            self.workers.move(worker, State.REFUSED, difference)
             raise MismatchError(difference)
 
     def report(self, worker_id: str, load: WorkerLoad) -> None:
@@ -217,9 +207,10 @@ class Router:
         worker = self.workers.get(worker_id)
         if worker is None or worker.facts is None or worker.state is State.REFUSED:
             return
-        worker.load = load
-        worker.reason = "asked to drain" if load.is_draining else ""
-        worker.state = State.DRAINING if load.is_draining else State.READY
+        worker.take_report(load)
+        state = State.DRAINING if load.is_draining else State.READY
+        if worker.state is not state:
+            self.workers.move(worker, state, "asked to drain" if load.is_draining else "")
         self._agreed = self._agreed or worker.facts
 
     def refuse(self, worker_id: str, reason: str) -> None:
@@ -254,30 +245,42 @@ class Router:
 
     # Inside.
 
-    def _decoders(self, request: PlacementRequest) -> list[Worker]:
-        decoders = self.workers.ready(*_DECODERS, excluded=request.excluded)
+    def _decoders(self, request: PlacementRequest) -> Sequence[Candidate]:
+        ready = self.workers.ready(*_DECODERS)
+        if ready.workers and not request.excluded and ready.all_finish(request.num_tokens, request.max_output_tokens):
+            return ready.candidates
+        decoders = [worker for worker in ready.workers if worker.info.worker_id not in request.excluded]
         if not decoders:
             states = self.workers.states(*_DECODERS)
             failed = f"; {', '.join(sorted(request.excluded))} failed this request" if request.excluded else ""
             raise WorkerLostError(f"no decode worker can take a request: {states}{failed}", RETRY_AFTER_S)
         roomy = [worker for worker in decoders if worker.holds(request.num_tokens)]
         if not roomy:
-            largest = max(w.facts.num_blocks * w.facts.block_tokens for w in decoders if w.facts is not None)
+            largest = max(worker.facts.pool_tokens for worker in decoders if worker.facts is not None)
             raise InvalidRequestError(
                 f"prompt has {request.num_tokens} tokens, the largest pool of a worker holds {largest}, output included"
             )
         ample = [worker for worker in roomy if worker.can_finish(request.num_tokens, request.max_output_tokens)]
-        return ample or roomy  # who cannot finish it will say so, with need and limit
+        return [worker.candidate for worker in ample or roomy]  # who cannot finish it will say so, with need and limit
 
-    def _candidate(self, worker: Worker, hashes: Sequence[bytes]) -> Candidate:
-        return Candidate(
-            worker_id=worker.info.worker_id,
-            prefills_itself=worker.info.role is Role.BOTH,
-            hit_blocks=self.index.match(worker.info.worker_id, hashes),
-            queued_tokens=worker.queued_tokens,
-            num_sequences=worker.num_sequences,
-            num_tokens=worker.account.num_tokens,
-        )
+    def _prefillers(self, request: PlacementRequest) -> Sequence[Candidate]:
+        ready = self.workers.ready(Role.PREFILL)
+        if not request.excluded and request.num_tokens < ready.pool_tokens:
+            return ready.candidates
+        return [
+            worker.candidate
+            for worker in ready.workers
+            if worker.info.worker_id not in request.excluded and worker.holds(request.num_tokens)
+        ]
+
+    def _row(self, candidate: Candidate) -> Worker:
+        worker = self.workers.get(candidate.worker_id)
+        assert worker is not None
+        return worker
+
+    def _row_or_stranger(self, worker_id: str) -> Worker:
+        """Return a row, or for an unknown worker one of its own that nobody else will see."""
+        return self.workers.get(worker_id) or Worker(WorkerInfo(worker_id, "", Role.DECODE))
 
     def _reserve(
         self, placement: Placement, decode: Worker, prefill: Worker | None, request: PlacementRequest
@@ -286,14 +289,9 @@ class Router:
         hits = placement.decode_hit_blocks if prefill is None else placement.prefill_hit_blocks
         queued = max(0, request.num_tokens - hits * decode.facts.block_tokens)
         tokens = _Tokens(queued, request.num_tokens + request.max_output_tokens, len(request.hashes))
-        account = None if prefill is None else prefill.account
-        reservation = Reservation(self, placement, decode.account, account, tokens)
+        reservation = Reservation(self, placement, decode, prefill, tokens)
         self._reservations.add(reservation)
         return reservation
-
-    def _account(self, worker_id: str) -> Account:
-        worker = self.workers.get(worker_id)
-        return Account() if worker is None else worker.account
 
     def _count_fallback(self, request: PlacementRequest) -> None:
         if self.workers.num_configured(Role.PREFILL) == 0:
@@ -324,7 +322,8 @@ class Router:
         if worker is None:
             return False
         was = worker.state
-        worker.state, worker.reason, worker.load = state, reason, WorkerLoad()
+        self.workers.move(worker, state, reason)
+        worker.forget_report()
         self.index.forget(worker_id)
         self._forget_agreement_if_alone()
         return was is not state

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
-from cluster.router.messages import facts_from_pb, load_from_pb, role_from_pb
+from cluster.router.messages import facts_from_pb, load_from_pb, role_from_pb, snapshot_from_pb, tier_from_pb
 from cluster.router.router import Router
 from cluster.router.worker_table import WorkerInfo
 from common.chain_hash import probe
@@ -120,9 +120,9 @@ class Watcher:
     def _apply(self, report: worker_pb2.WorkerReport) -> None:
         worker_id, index = self._info.worker_id, self._router.index
         if report.HasField("snapshot"):
-            index.replace(worker_id, report.snapshot.hashes)
+            index.replace(worker_id, snapshot_from_pb(report.snapshot))
         for event in report.events:
-            if not index.apply(worker_id, event.number, event.stored, event.hashes):
+            if not index.apply(worker_id, event.number, event.stored, event.hashes, tier_from_pb(event.tier)):
                 raise _Gap(f"cache event {event.number} does not follow the one before it")
         is_first, self.was_tried = self.load is None, True
         self.load = report.load

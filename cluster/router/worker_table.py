@@ -1,8 +1,10 @@
 """What the router knows of each worker: who it is, how it fares, what it reported, what was placed on it."""
 
 import enum
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from cluster.router.policies.policy import Candidate
 
 
 class Role(enum.Enum):
@@ -46,6 +48,11 @@ class WorkerFacts:
     num_blocks: int
     context_tokens: int
 
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.num_blocks * self.block_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
@@ -68,9 +75,9 @@ class Account:
     """Prompt and output tokens to hold here."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
-    """One row."""
+    """One row. What changes it keeps its candidate up to date."""
 
     info: WorkerInfo
     state: State = State.STARTING
@@ -78,20 +85,34 @@ class Worker:
     facts: WorkerFacts | None = None
     load: WorkerLoad = WorkerLoad()
     account: Account = field(default_factory=Account)
+    candidate: Candidate = field(init=False)
+    _reported_at: Account = field(default_factory=Account)
+    """The account when the last report came."""
 
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens ahead: the report lags behind what was placed, and knows what others placed."""
-        return max(self.load.queued_tokens, self.account.queued_tokens)
+    def __post_init__(self) -> None:
+        self.candidate = Candidate(self.info.worker_id, self.info.role is Role.BOTH)
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences here, likewise."""
-        return max(self.load.waiting_sequences + self.load.running_sequences, self.account.reservations)
+    def book(self, *, reservations: int = 0, queued_tokens: int = 0, num_tokens: int = 0) -> None:
+        """Add to the account, or take back what was added."""
+        account = self.account
+        account.reservations += reservations
+        account.queued_tokens += queued_tokens
+        account.num_tokens += num_tokens
+        self._refresh()
+
+    def take_report(self, load: WorkerLoad) -> None:
+        """Take the worker's own word for its load; what is placed from now on is added to it."""
+        self.load, self._reported_at = load, replace(self.account)
+        self._refresh()
+
+    def forget_report(self) -> None:
+        """Nothing is known of the worker but what was placed there."""
+        self.load, self._reported_at = WorkerLoad(), Account()
+        self._refresh()
 
     def holds(self, num_tokens: int) -> bool:
         """Whether its whole pool is large enough for so many tokens, and one more, which a worker asks for."""
-        return self.facts is not None and num_tokens < self.facts.num_blocks * self.facts.block_tokens
+        return self.facts is not None and num_tokens < self.facts.pool_tokens
 
     def can_finish(self, num_tokens: int, max_output_tokens: int) -> bool:
         """Whether its whole pool is large enough for all of a request that it holds.
@@ -101,7 +122,43 @@ class Worker:
         if self.facts is None:
             return False
         most = num_tokens + max_output_tokens
-        return most <= self.facts.num_blocks * self.facts.block_tokens or most >= self.facts.context_tokens
+        return most <= self.facts.pool_tokens or most >= self.facts.context_tokens
+
+    def _refresh(self) -> None:
+        """Reckon the load: what was reported, and how the account has changed since then."""
+        load, now, then, candidate = self.load, self.account, self._reported_at, self.candidate
+        candidate.queued_tokens = max(0, load.queued_tokens + now.queued_tokens - then.queued_tokens)
+        reported = load.waiting_sequences + load.running_sequences
+        candidate.num_sequences = max(0, reported + now.reservations - then.reservations)
+        candidate.num_tokens = now.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The workers that can be used for one part of a request, until something changes."""
+
+    workers: Sequence[Worker]
+    candidates: Sequence[Candidate]
+    pool_tokens: int
+    """Of the smallest pool."""
+    context_tokens: int
+    """The largest window."""
+
+    @classmethod
+    def of(cls, workers: Sequence[Worker]) -> "Ready":
+        """Return these workers, all of which have facts."""
+        facts = [worker.facts for worker in workers if worker.facts is not None]
+        return cls(
+            workers,
+            [worker.candidate for worker in workers],
+            min((fact.pool_tokens for fact in facts), default=0),
+            max((fact.context_tokens for fact in facts), default=0),
+        )
+
+    def all_finish(self, num_tokens: int, max_output_tokens: int) -> bool:
+        """Whether each of them holds such a request and can finish it: the common case, seen at a glance."""
+        most = num_tokens + max_output_tokens
+        return num_tokens < self.pool_tokens and (most <= self.pool_tokens or most >= self.context_tokens)
 
 
 class WorkerTable:
@@ -117,6 +174,7 @@ class WorkerTable:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._ready: dict[tuple[Role, ...], Ready] = {}
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -133,6 +191,7 @@ class WorkerTable:
         """
         wanted = {info.worker_id: info for info in infos}
         left = [worker_id for worker_id, row in self._workers.items() if wanted.get(worker_id) != row.info]
+        self._ready.clear()
         for worker_id in left:
             del self._workers[worker_id]
         new = [info for worker_id, info in wanted.items() if worker_id not in self._workers]
@@ -140,13 +199,18 @@ class WorkerTable:
             self._workers[info.worker_id] = Worker(info)
         return new, left
 
-    def ready(self, *roles: Role, excluded: frozenset[str] = frozenset()) -> list[Worker]:
+    def move(self, worker: Worker, state: State, reason: str = "") -> None:
+        """Change a row's state."""
+        worker.state, worker.reason = state, reason
+        self._ready.clear()
+
+    def ready(self, *roles: Role) -> Ready:
         """Return the rows of these roles that can be used."""
-        return [
-            row
-            for row in self._workers.values()
-            if row.state is State.READY and row.info.role in roles and row.info.worker_id not in excluded
-        ]
+        ready = self._ready.get(roles)
+        if ready is None:
+            rows = [row for row in self._workers.values() if row.state is State.READY and row.info.role in roles]
+            ready = self._ready[roles] = Ready.of(rows)
+        return ready
 
     def num_configured(self, *roles: Role) -> int:
         """Return how many workers of these roles should exist."""

@@ -1,64 +1,162 @@
 """`make bench-router`: how fast the router's core decides, and what its index weighs. One core, no network.
 
-Prompts of 8,192 tokens (512 blocks of 16). Half of a prompt's blocks are held by one prefill and one decode worker.
-Each placement is released at once, so that the accounts stay small. Times are CPU seconds of the thread: what else runs
-on the machine does not count. Run as `python -m loadtest.bench.router`.
+Prompts of 8,192 tokens (512 blocks of 16), of two kinds. Hit-heavy: all prompts begin with the same 64 blocks, which
+every worker holds; 320 further blocks are held by one prefill and one decode worker. Disjoint: nobody holds a block of
+any prompt. Between two placements a worker reports, and 32 earlier requests are still running. Times are CPU seconds of
+the thread: what else runs on the machine does not count. Run as `python -m loadtest.bench.router`.
 """
 
 import gc
 import time
 import tracemalloc
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
 
 from cluster.router.policies.registry import POLICIES
 from cluster.router.prefix_index import PrefixIndex
-from cluster.router.router import PlacementRequest, Router
+from cluster.router.router import PlacementRequest, Reservation, Router
 from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES
 from loadtest.bench.common import BenchRow, Repeated, publish
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 512
+_COMMON_BLOCKS, _OWN_BLOCKS = 64, 320
+_RUNNING = 32
 _GOAL_P99_MS, _GOAL_RATE, _GOAL_BYTES = 1.0, 3000.0, 120.0
-_GOAL_WORKERS, _GOAL_BLOCKS = 128, 1_000_000
+_GOAL_WORKERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    workers: int
+    blocks: int
+    """Entries of the index, all workers together."""
+
+    def __str__(self) -> str:
+        return f"{self.workers} workers, {self.blocks / 1e6:g} M blocks"
+
+
+_SIZES = [_Size(16, 1_000_000), _Size(128, 1_000_000), _Size(1000, 1_000_000), _Size(1000, 10_000_000)]
 
 
 def main(
-    blocks: Annotated[
-        int, typer.Option(min=PROMPT_BLOCKS, help="Entries in the index, all workers together.")
-    ] = 1_000_000,
-    placements: Annotated[
-        int, typer.Option(min=10, help="In each repetition, with 16 workers; fewer with more.")
-    ] = 1000,
-    repetitions: Annotated[int, typer.Option(min=1)] = 3,
+    placements: Annotated[int, typer.Option(min=100, help="In each repetition.")] = 3000,
+    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    quick: Annotated[bool, typer.Option(help="Without the index of 10 million blocks.")] = False,
 ) -> None:
     """Measure placements per second, p99 decision time and index bytes."""
     rows = []
-    for num_workers in (16, 128, 1000):
-        # A decision looks at every worker: as many looks in each size.
-        count = max(50, placements * 16 // num_workers)
+    for size in _SIZES[:-1] if quick else _SIZES:
+        cluster = _Cluster(size)
         for policy in POLICIES:
-            rows += _placement_rows(policy, num_workers, blocks, count, repetitions)
-    rows.append(_index_row())
+            for kind, chain in (("hit-heavy", cluster.held_chain), ("disjoint", cluster.unknown_chain)):
+                requests = [_request(number, chain(), cluster.rng) for number in range(placements)]
+                router = cluster.router(policy)
+                _run(router, requests[: placements // 10])  # caches and branches warm
+                runs = [_run(router, requests) for _ in range(repetitions)]
+                rows += _rows(f"{policy}, {kind}, {size}", size.workers == _GOAL_WORKERS, runs)
+        rows.append(_events_row(cluster))
+    rows += [_bytes_row(1), _bytes_row(2)]
     publish("router", rows)
 
 
-def _placement_rows(policy: str, num_workers: int, blocks: int, count: int, repetitions: int) -> list[BenchRow]:
-    rng = Random(0)
-    router, chains = _loaded_router(policy, num_workers, blocks, rng)
-    requests = [_request(number, rng.choice(chains), rng) for number in range(count)]
-    _decision_times(router, requests[: max(10, count // 10)])  # caches and branches warm
-    runs = [_decision_times(router, requests) for _ in range(repetitions)]
-    rate = Repeated.of([1 / float(np.mean(times)) for times in runs])
-    p99 = Repeated.of([float(np.percentile(times, 99)) * 1000 for times in runs])
-    has_goal = num_workers == _GOAL_WORKERS and blocks == _GOAL_BLOCKS
-    label = f"{policy}, {num_workers} workers, {blocks / 1e6:g} M blocks"
-    note = f"{count} placements of {PROMPT_BLOCKS} blocks, {repetitions} repetitions, CPU time"
+class _Cluster:
+    """Workers of one size and what they hold."""
+
+    def __init__(self, size: _Size) -> None:
+        self.size = size
+        self.rng = rng = Random(0)
+        self._infos = [
+            WorkerInfo(f"w{number}", "here", (Role.PREFILL, Role.DECODE)[number % 2]) for number in range(size.workers)
+        ]
+        self._common = [rng.randbytes(HASH_BYTES) for _ in range(_COMMON_BLOCKS)]
+        self._chains: deque[list[bytes]] = deque(maxlen=2000)
+        self._numbers: Counter[str] = Counter()
+        self.index = PrefixIndex()
+        for info in self._infos:
+            self.index.replace(info.worker_id, self._common)
+        for _ in range((size.blocks - self.index.num_blocks) // (2 * _OWN_BLOCKS)):
+            own = [rng.randbytes(HASH_BYTES) for _ in range(_OWN_BLOCKS)]
+            pair = 2 * rng.randrange(size.workers // 2)
+            self.store(f"w{pair}", own)
+            self.store(f"w{pair + 1}", own)
+            self._chains.append([*self._common, *own])
+
+    def store(self, worker_id: str, hashes: Sequence[bytes]) -> None:
+        """Let a worker announce blocks."""
+        self._numbers[worker_id] += 1
+        assert self.index.apply(worker_id, self._numbers[worker_id], True, hashes)
+
+    def evict(self, worker_id: str, hashes: Sequence[bytes]) -> None:
+        """Let a worker take them back."""
+        self._numbers[worker_id] += 1
+        assert self.index.apply(worker_id, self._numbers[worker_id], False, hashes)
+
+    def held_chain(self) -> list[bytes]:
+        """Return a prompt that everybody holds the beginning of, and two workers three quarters."""
+        held = self.rng.choice(self._chains)
+        return [*held, *(self.rng.randbytes(HASH_BYTES) for _ in range(PROMPT_BLOCKS - len(held)))]
+
+    def unknown_chain(self) -> list[bytes]:
+        """Return a prompt that nobody holds."""
+        return [self.rng.randbytes(HASH_BYTES) for _ in range(PROMPT_BLOCKS)]
+
+    def router(self, policy: str) -> Router:
+        """Return a router that knows all this."""
+        router = Router(POLICIES[policy](), Random(0))
+        router.index = self.index
+        router.set_workers(self._infos)
+        facts = WorkerFacts(1, "m", "l", BLOCK_TOKENS, b"", 1 << 20, 1 << 17)
+        for info in self._infos:
+            router.welcome(info.worker_id, facts)
+            router.report(info.worker_id, WorkerLoad(self.rng.randrange(5000), 0, self.rng.randrange(30)))
+        return router
+
+
+class _Times(NamedTuple):
+    place_s: Sequence[float]
+    all_s: float
+    """Of placements, reports and releases together."""
+
+
+def _request(number: int, chain: Sequence[bytes], rng: Random) -> PlacementRequest:
+    return PlacementRequest(f"r{number}", PROMPT_BLOCKS * BLOCK_TOKENS, rng.randrange(1, 500), chain)
+
+
+def _run(router: Router, requests: Sequence[PlacementRequest]) -> _Times:
+    """Place, with a worker's report before each and a release after it."""
+    rng, times, running = Random(1), [], deque[Reservation]()
+    workers = [worker.info.worker_id for worker in router.workers]
+    loads = [WorkerLoad(rng.randrange(5000), 0, rng.randrange(30)) for _ in requests]
+    began = time.thread_time()
+    for request, load in zip(requests, loads, strict=True):
+        router.report(rng.choice(workers), load)
+        begin = time.thread_time()
+        reservation = router.place(request)
+        times.append(time.thread_time() - begin)
+        running.append(reservation)
+        if len(running) > _RUNNING:
+            oldest = running.popleft()
+            oldest.first_token()
+            oldest.release()
+    all_s = time.thread_time() - began
+    for reservation in running:
+        reservation.release()
+    return _Times(times, all_s)
+
+
+def _rows(label: str, has_goal: bool, runs: Sequence[_Times]) -> list[BenchRow]:
+    count = len(runs[0].place_s)
+    rate = Repeated.of([count / run.all_s for run in runs])
+    p99 = Repeated.of([float(np.percentile(run.place_s, 99)) * 1000 for run in runs])
+    note = f"{count} placements of {PROMPT_BLOCKS} blocks, {len(runs)} repetitions, CPU time"
     return [
         BenchRow(
             f"placements: {label}",
@@ -67,7 +165,7 @@ def _placement_rows(policy: str, num_workers: int, blocks: int, count: int, repe
             True,
             goal=_GOAL_RATE if has_goal else None,
             spread=rate.spread,
-            note=note,
+            note=f"{note}, one report and one release each included",
         ),
         BenchRow(
             f"p99 decision: {label}",
@@ -81,60 +179,45 @@ def _placement_rows(policy: str, num_workers: int, blocks: int, count: int, repe
     ]
 
 
-def _loaded_router(policy: str, num_workers: int, blocks: int, rng: Random) -> tuple[Router, list[list[bytes]]]:
-    """Return a router whose workers hold `blocks` entries together, and chains whose first half two of them hold."""
-    router = Router(POLICIES[policy](), Random(0))
-    roles = [Role.PREFILL, Role.DECODE]
-    infos = [WorkerInfo(f"w{number}", "here", roles[number % 2]) for number in range(num_workers)]
-    facts = WorkerFacts(1, "m", "l", BLOCK_TOKENS, b"", 1 << 20, 1 << 17)
-    router.set_workers(infos)
-    held: dict[str, list[bytes]] = {info.worker_id: [] for info in infos}
-    chains = []
-    half = PROMPT_BLOCKS // 2
-    for number in range(blocks // PROMPT_BLOCKS):
-        chain = [rng.randbytes(HASH_BYTES) for _ in range(PROMPT_BLOCKS)]
-        pair = 2 * (number % (num_workers // 2))
-        for worker in (pair, pair + 1):
-            held[f"w{worker}"] += chain[:half]
-        chains.append(chain)
-    for info in infos:
-        router.welcome(info.worker_id, facts)
-        router.index.replace(info.worker_id, held[info.worker_id])
-        router.report(info.worker_id, WorkerLoad(rng.randrange(5000), 0, rng.randrange(30)))
-    return router, chains
-
-
-def _request(number: int, chain: Sequence[bytes], rng: Random) -> PlacementRequest:
-    return PlacementRequest(f"r{number}", PROMPT_BLOCKS * BLOCK_TOKENS, rng.randrange(1, 500), chain)
-
-
-def _decision_times(router: Router, requests: Sequence[PlacementRequest]) -> list[float]:
-    times = []
-    for request in requests:
+def _events_row(cluster: _Cluster) -> BenchRow:
+    """Measure how many blocks a second the index takes: stored by one worker and evicted again, 64 at a time."""
+    rates = []
+    for _ in range(5):
+        chains = [[cluster.rng.randbytes(HASH_BYTES) for _ in range(64)] for _ in range(500)]
         begin = time.thread_time()
-        reservation = router.place(request)
-        times.append(time.thread_time() - begin)
-        reservation.release()
-    return times
-
-
-def _index_row() -> BenchRow:
-    """Measure with tracemalloc what 200,000 entries of 8 workers weigh, the hashes' own bytes included."""
-    rng, count, num_workers = Random(0), 200_000, 8
-    gc.collect()
-    tracemalloc.start()
-    index = PrefixIndex()
-    for worker in range(num_workers):
-        index.replace(f"w{worker}", (rng.randbytes(HASH_BYTES) for _ in range(count // num_workers)))
-    used = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
+        for chain in chains:
+            cluster.store("w0", chain)
+        for chain in chains:
+            cluster.evict("w0", chain)
+        rates.append(2 * 64 * len(chains) / (time.thread_time() - begin))
+    rate = Repeated.of(rates)
     return BenchRow(
-        "index bytes for each block of a worker",
-        used / index.num_blocks,
+        f"cache events: {cluster.size}", rate.median, "blocks/s", True, spread=rate.spread, note="stored and evicted"
+    )
+
+
+def _bytes_row(holders: int) -> BenchRow:
+    """Measure with tracemalloc what the index weighs, keys included, just before and after its dict grows."""
+    rng, num_workers, worst = Random(0), 8, 0.0
+    for count in (170_000, 180_000, 350_000, 360_000):
+        gc.collect()
+        tracemalloc.start()
+        index = PrefixIndex()
+        for worker in range(0, num_workers, holders):
+            chain = [rng.randbytes(HASH_BYTES) for _ in range(count // num_workers)]
+            for holder in range(holders):
+                index.replace(f"w{worker + holder}", chain)
+            del chain
+        gc.collect()
+        worst = max(worst, tracemalloc.get_traced_memory()[0] / index.num_blocks)
+        tracemalloc.stop()
+    return BenchRow(
+        f"index bytes for each block of a worker, {holders} holder{'s' if holders > 1 else ''} each",
+        worst,
         "bytes",
         False,
         goal=_GOAL_BYTES,
-        note=f"{count} entries, {num_workers} workers",
+        note=f"the largest of 170,000 to 360,000 entries, {num_workers} workers",
     )
 
 

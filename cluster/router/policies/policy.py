@@ -5,21 +5,21 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from cluster.router.hits import NO_HITS, Hits
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """The router's snapshot of one worker at the moment of choice."""
+    """What is known of one worker that could be chosen. Kept up to date by the WorkerTable; policies only read it."""
 
     worker_id: str
-    prefills_itself: bool
+    prefills_itself: bool = False
     """Role `both`: a sequence that decodes here is prefilled here."""
-    hit_blocks: int
-    """Leading blocks of the prompt that it is expected to hold."""
-    queued_tokens: int
+    queued_tokens: int = 0
     """Prompt tokens waiting or being prefilled, reported or placed."""
-    num_sequences: int
+    num_sequences: int = 0
     """Sequences waiting or running, reported or placed."""
-    num_tokens: int
+    num_tokens: int = 0
     """Tokens whose KV it holds or will hold, of what is placed."""
 
 
@@ -32,6 +32,8 @@ class Question:
     """Full blocks of the prompt."""
     decode: Sequence[Candidate]
     prefill: Sequence[Candidate]
+    hits: Hits = NO_HITS
+    """Leading blocks of the prompt that each is expected to hold: `hits.of(candidate.worker_id)`."""
 
 
 @dataclass(frozen=True, slots=True)

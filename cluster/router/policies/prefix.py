@@ -12,15 +12,15 @@ class Prefix:
 
     def choose(self, question: Question, rng: Random) -> Choice:
         """See Policy."""
-        decode, prefill = choose_each(question, _decode_cost, _prefill_cost, rng)
+        hits = question.hits
+
+        def decode_cost(candidate: Candidate) -> tuple[float, ...]:
+            return (-hits.of(candidate.worker_id), *decode_load(candidate))
+
+        def prefill_cost(candidate: Candidate) -> tuple[float, ...]:
+            return (-hits.of(candidate.worker_id), *prefill_load(candidate))
+
+        decode, prefill = choose_each(question, decode_cost, prefill_cost, rng)
         holders = [decode] if prefill is None else [decode, prefill]
-        held = ", ".join(f"{holder.worker_id} holds {holder.hit_blocks}" for holder in holders)
+        held = ", ".join(f"{holder.worker_id} holds {hits.of(holder.worker_id)}" for holder in holders)
         return Choice(decode, prefill, f"prefix: {held} of {question.num_blocks} blocks")
-
-
-def _decode_cost(candidate: Candidate) -> tuple[float, ...]:
-    return (-candidate.hit_blocks, *decode_load(candidate))
-
-
-def _prefill_cost(candidate: Candidate) -> tuple[float, ...]:
-    return (-candidate.hit_blocks, *prefill_load(candidate))

@@ -7,17 +7,24 @@ import pytest
 
 from cluster.router.policies.policy import Candidate, Policy, Question
 from cluster.router.policies.registry import POLICIES
+from cluster.router.prefix_index import PrefixIndex
+from common.chain_hash import chain_hashes
 from common.config import RouterConfig
 
 
-def candidate(
-    worker_id: str, hit: int = 0, queued: int = 0, sequences: int = 0, tokens: int = 0, both: bool = False
-) -> Candidate:
-    return Candidate(worker_id, both, hit, queued, sequences, tokens)
+def candidate(worker_id: str, queued: int = 0, sequences: int = 0, tokens: int = 0, both: bool = False) -> Candidate:
+    return Candidate(worker_id, both, queued, sequences, tokens)
 
 
-def question(decode: list[Candidate], prefill: list[Candidate] | None = None) -> Question:
-    return Question(num_tokens=100, num_blocks=6, decode=decode, prefill=prefill or [])
+def question(
+    decode: list[Candidate], prefill: list[Candidate] | None = None, hits: dict[str, int] | None = None
+) -> Question:
+    """Return a question of 6 blocks; `hits` are leading blocks held, by worker."""
+    index = PrefixIndex()
+    chain = chain_hashes(range(96), 16)
+    for worker_id, num_blocks in (hits or {}).items():
+        index.replace(worker_id, chain[:num_blocks])
+    return Question(100, 6, decode, prefill or [], index.find(chain))
 
 
 def choose(policy: str, asked: Question) -> tuple[str, str | None]:
@@ -35,27 +42,28 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     [
         pytest.param(
             "prefix",
-            question([candidate("d0", hit=2), candidate("d1", hit=3, sequences=9)]),
+            question([candidate("d0"), candidate("d1", sequences=9)], hits={"d0": 2, "d1": 3}),
             ("d1", None),
             id="most cached blocks win over load",
         ),
         pytest.param(
             "prefix",
-            question([candidate("d0", hit=2, sequences=2), candidate("d1", hit=2, sequences=1)]),
+            question([candidate("d0", sequences=2), candidate("d1", sequences=1)], hits={"d0": 2, "d1": 2}),
             ("d1", None),
             id="then the least load",
         ),
         pytest.param(
             "prefix",
-            question([candidate("d0")], [candidate("p0", hit=1), candidate("p1", hit=4, queued=900)]),
+            question([candidate("d0")], [candidate("p0"), candidate("p1", queued=900)], {"p0": 1, "p1": 4}),
             ("d0", "p1"),
             id="the prefiller is chosen likewise",
         ),
         pytest.param(
             "least_loaded",
             question(
-                [candidate("d0", hit=6, sequences=1), candidate("d1")],
+                [candidate("d0", sequences=1), candidate("d1")],
                 [candidate("p0", queued=5), candidate("p1", queued=4)],
+                {"d0": 6},
             ),
             ("d1", "p1"),
             id="least loaded ignores caches",
@@ -92,7 +100,10 @@ def test_everybody_has_a_turn() -> None:
 
 
 def test_equals_are_chosen_equally_often(policy: Policy) -> None:
-    asked, rng = question([candidate(f"d{i}", hit=1, sequences=1) for i in range(4)]), Random(1)
+    asked, rng = (
+        question([candidate(f"d{i}", sequences=1) for i in range(4)], hits={f"d{i}": 1 for i in range(4)}),
+        Random(1),
+    )
 
     counts = Counter(policy.choose(asked, rng).decode.worker_id for _ in range(4000))
 

@@ -192,11 +192,13 @@ def test_a_placement_counts_at_once_and_a_report_is_not_added_to_it() -> None:
     worker = router.workers.get("p0")
     assert worker is not None
 
-    assert worker.queued_tokens == 10
-    assert worker.num_sequences == 1
+    assert worker.candidate.queued_tokens == 10
+    assert worker.candidate.num_sequences == 1
 
     router.report("p0", WorkerLoad(queued_tokens=25, waiting_sequences=2, running_sequences=1))
-    assert (worker.queued_tokens, worker.num_sequences) == (25, 3)
+    assert (worker.candidate.queued_tokens, worker.candidate.num_sequences) == (25, 3)
+    router.place(ask(10))
+    assert (worker.candidate.queued_tokens, worker.candidate.num_sequences) == (35, 4)
 
 
 def test_only_what_is_not_cached_is_queued() -> None:
