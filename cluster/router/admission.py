@@ -1,0 +1,252 @@
+"""Who is let in, in which order, and who is refused, when there is not room for all. Pure: no clock, no I/O.
+
+It keeps the one queue of the cluster: workers are given little more than they can do at once (see front.py), so that
+the order decided here is the order in which requests are served.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cluster.router.class_queue import Claim, ClassQueue, Entry
+from cluster.router.drain_rate import DrainRate
+from cluster.router.rotation import Rotation, Turn
+from cluster.service_level import Priority
+from common.errors import OverloadedError
+
+WEIGHTS = {Priority.HIGH: 16.0, Priority.NORMAL: 4.0, Priority.LOW: 1.0}
+"""Shares of the classes while all of them wait: nobody starves, and low traffic slows high traffic by a 21st."""
+_CLASS_QUANTUM_TOKENS = 256.0
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 120.0
+_RETRY_UNKNOWN_S = 1.0
+_STALE_MAX = 256
+
+
+class Forecast(NamedTuple):
+    """What a request would see if it began now; seconds."""
+
+    ttft_s: float
+    tpot_s: float
+    """With the decode load that is expected when its prefill ends."""
+    relief_s: float
+    """Until the decode load has fallen enough for its TPOT target, as far as can be said."""
+
+
+class Admission:
+    """The queue of those that wait for room. Owned by the router's loop; plain functions.
+
+        join ──► waiting ──take──► (placed)
+          │         ├──leave, expire──► (gone)
+          └─refused └──pushed out by a higher class, or by a tenant that wants less──► (shed)
+
+    Order: classes by weighted deficit round robin on tokens, in each the tenants likewise with equal weights, of each
+    tenant the request that is due first. Due is the arrival plus the least of target, deadline and `patience_s`: who
+    has waited for `patience_s` is not overtaken by later requests of its tenant, so nothing starves whatever arrives.
+    """
+
+    def __init__(self, queue_max: int, patience_s: float, wait_max_s: float) -> None:
+        """Begin empty.
+
+        Args:
+            queue_max: most requests that wait.
+            patience_s: longest head start that a target or deadline gives over an earlier request without.
+            wait_max_s: nobody waits longer; who would have to is refused.
+        """
+        self._queue_max = queue_max
+        self._patience_s = patience_s
+        self._wait_max_s = wait_max_s
+        self._classes = {priority.name: ClassQueue() for priority in Priority}
+        self._rotation = Rotation(lambda name: _CLASS_QUANTUM_TOKENS * WEIGHTS[Priority[name]])
+        self._returning: deque[Entry] = deque()
+        self._entries: dict[str, Entry] = {}
+        self._ends: list[tuple[float, int, str]] = []  # a heap; some are of requests that are gone
+        self._arrivals = 0
+        self._rate = DrainRate()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Claim]:
+        return (entry.claim for entry in self._entries.values())
+
+    def join(self, claim: Claim, now_s: float, forecast: Forecast | None) -> list[Claim]:
+        """Let a request wait.
+
+        Args:
+            claim: see Claim; its key must not wait already.
+            now_s: on the caller's clock.
+            forecast: for the moment when its turn comes; None: nothing is known.
+
+        Returns:
+            Those that were shed for it; each of them is to be refused with `retry_after_s`.
+
+        Raises:
+            OverloadedError: it is refused, and nothing has changed: no room, or its targets cannot be met.
+        """
+        assert claim.key not in self._entries
+        self._arrivals += 1
+        if claim.is_admitted:
+            self._enter(Entry(now_s, self._arrivals, claim, now_s))
+            return []
+        entry = Entry(self._due_s(claim, now_s), self._arrivals, claim, now_s)
+        self.check(claim, now_s, forecast)
+        shed = [] if len(self._entries) < self._queue_max else [self._victim(entry)]
+        for claim_out in shed:
+            self.leave(claim_out.key)
+        self._enter(entry)
+        return shed
+
+    def check(self, claim: Claim, now_s: float, forecast: Forecast | None) -> None:
+        """Refuse early what could not be served in time.
+
+        Raises:
+            OverloadedError: with the time after which it could.
+        """
+        if claim.is_admitted:
+            return
+        wait_s = self.wait_s(claim, now_s) or 0.0
+        if wait_s > self._wait_max_s:
+            raise _refusal(
+                f"it would wait {wait_s:.1f} s, the most is {self._wait_max_s:g} s", wait_s - self._wait_max_s
+            )
+        if claim.deadline_s is not None and now_s + wait_s + (forecast.ttft_s if forecast else 0.0) > claim.deadline_s:
+            raise _refusal(f"it would wait {wait_s:.1f} s, its deadline is nearer", wait_s)
+        if forecast is None:
+            return
+        level, ttft_s = claim.level, wait_s + forecast.ttft_s
+        if level.ttft_target_s is not None and ttft_s > level.ttft_target_s:
+            late_s = ttft_s - level.ttft_target_s
+            raise _refusal(f"the first token would come after {ttft_s:.2f} s, asked {level.ttft_target_s:g} s", late_s)
+        if level.tpot_target_s is not None and forecast.tpot_s > level.tpot_target_s:
+            raise _refusal(
+                f"a token would take {forecast.tpot_s:.3f} s, asked {level.tpot_target_s:g} s", forecast.relief_s
+            )
+
+    def head(self) -> Claim | None:
+        """Return whose turn it is; None when nobody waits."""
+        if self._returning:
+            return self._returning[0].claim
+        return self._next()[2].claim if len(self._rotation) else None
+
+    def take(self, now_s: float) -> Claim:
+        """Take the one whose turn it is out of the queue, charged to its class and tenant."""
+        if self._returning:
+            entry = self._returning.popleft()
+            del self._entries[entry.claim.key]
+            return entry.claim
+        class_turn, tenant_turn, entry = self._next()
+        self._rotation.serve(class_turn, entry.claim.cost_tokens)
+        self._classes[class_turn.name].rotation.serve(tenant_turn, entry.claim.cost_tokens)
+        self._rate.took(entry.claim.cost_tokens, now_s, is_busy=len(self._entries) > 1)
+        self.leave(entry.claim.key)
+        return entry.claim
+
+    def leave(self, key: str) -> Claim | None:
+        """Take a request out; None if it does not wait."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return None
+        if entry.claim.is_admitted:
+            self._returning.remove(entry)
+            return entry.claim
+        name = entry.claim.level.priority.name
+        self._classes[name].remove(entry)
+        if not self._classes[name]:
+            self._rotation.remove(name)
+        return entry.claim
+
+    def expired(self, now_s: float) -> list[Claim]:
+        """Take out those whose deadline or longest wait is over, and return them."""
+        gone = []
+        while (end_s := self.next_end_s) is not None and end_s <= now_s:
+            gone.append(self.leave(self._ends[0][2]))
+        return [claim for claim in gone if claim is not None]
+
+    @property
+    def next_end_s(self) -> float | None:
+        """When `expired` will return somebody; None: never."""
+        while self._ends and not self._is_current(self._ends[0]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else None
+
+    def wait_s(self, claim: Claim, now_s: float) -> float | None:
+        """Return how long a request that joins now would wait for its turn; None when that cannot be said."""
+        if not self._entries:
+            return 0.0
+        return self._rate.seconds_for(self._cost_before(claim, now_s))
+
+    def retry_after_s(self, claim: Claim, now_s: float) -> float:
+        """Return when a request that was refused or shed would find what is now before it gone."""
+        wait_s = self.wait_s(claim, now_s)
+        return _RETRY_UNKNOWN_S if wait_s is None else _clamped(wait_s)
+
+    # Inside.
+
+    def _enter(self, entry: Entry) -> None:
+        self._entries[entry.claim.key] = entry
+        if len(self._ends) > 2 * len(self._entries) + _STALE_MAX:
+            self._ends = [end for end in self._ends if self._is_current(end)]
+            heapq.heapify(self._ends)
+        heapq.heappush(self._ends, (self._end_s(entry), entry.number, entry.claim.key))
+        if entry.claim.is_admitted:
+            self._returning.append(entry)
+            return
+        name = entry.claim.level.priority.name
+        self._classes[name].add(entry)
+        self._rotation.add(name)
+
+    def _next(self) -> tuple[Turn, Turn, Entry]:
+        heads = {name: self._classes[name].next() for name in self._classes if name in self._rotation}
+        turn = self._rotation.next(lambda name: heads[name][1].claim.cost_tokens)
+        return turn, *heads[turn.name]
+
+    def _due_s(self, claim: Claim, now_s: float) -> float:
+        slack = self._patience_s
+        if claim.level.ttft_target_s is not None:
+            slack = min(slack, claim.level.ttft_target_s)
+        if claim.deadline_s is not None:
+            slack = min(slack, max(0.0, claim.deadline_s - now_s))
+        return now_s + slack
+
+    def _end_s(self, entry: Entry) -> float:
+        end_s = entry.joined_s + self._wait_max_s
+        return end_s if entry.claim.deadline_s is None else min(end_s, entry.claim.deadline_s)
+
+    def _is_current(self, end: tuple[float, int, str]) -> bool:
+        entry = self._entries.get(end[2])
+        return entry is not None and entry.number == end[1]
+
+    def _victim(self, entry: Entry) -> Claim:
+        """Return whom to shed for a newcomer: somebody of a lower class, or of its own whose tenant wants more."""
+        claim = entry.claim
+        lowest = next((priority for priority in reversed(Priority) if self._classes[priority.name]), None)
+        if lowest is not None and lowest >= claim.level.priority:
+            group = self._classes[lowest.name]
+            last = group.last().claim
+            wanted = group.cost_of(claim.tenant) + claim.cost_tokens
+            if lowest > claim.level.priority or group.cost_of(last.tenant) > wanted:
+                return last
+        message = f"{len(self._entries)} requests wait, the most that may"
+        raise OverloadedError(message, self.retry_after_s(claim, entry.joined_s))
+
+    def _cost_before(self, claim: Claim, now_s: float) -> float:
+        """Return about how many tokens are served before a request that joins now."""
+        own = claim.level.priority
+        before = float(sum(entry.claim.cost_tokens for entry in self._returning))
+        same = self._classes[own.name].cost_before(claim.tenant, self._due_s(claim, now_s))
+        before += same
+        for priority in Priority:
+            if priority != own:
+                # While this class is served `same`, another one gets its share of it, if it wants so much.
+                share = (same + claim.cost_tokens) * WEIGHTS[priority] / WEIGHTS[own]
+                before += min(share, float(self._classes[priority.name].cost_tokens))
+        return before
+
+
+def _refusal(message: str, retry_after_s: float) -> OverloadedError:
+    return OverloadedError(message, _clamped(retry_after_s))
+
+
+def _clamped(seconds: float) -> float:
+    return min(RETRY_MAX_S, max(RETRY_MIN_S, seconds))
