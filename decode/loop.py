@@ -26,6 +26,7 @@ from decode.scheduler import DecodeScheduler, PlannedChunk
 from decode.session import GatewaySession
 from decode.stream import Phase, TokenStream
 from engine.engine import Engine
+from engine.prefix_fetch import PrefixFetcher
 from engine.sequence import Sequence
 from engine.service import LoopLoad
 from engine.step import ScheduledChunk, TokenOutput
@@ -47,10 +48,19 @@ class DecodeLoop:
     them (StepRunner.release), or when its landing is quiet (`quiet`).
     """
 
-    def __init__(self, worker_id: str, engine: Engine, endpoint: Endpoint, config: DecodeConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        engine: Engine,
+        endpoint: Endpoint,
+        fetcher: PrefixFetcher,
+        config: DecodeConfig,
+        clock: Clock,
+    ) -> None:
         self._worker_id = worker_id
         self._engine = engine
         self._endpoint = endpoint
+        self._fetcher = fetcher
         self._config = config
         self._clock = clock
         self._scheduler = DecodeScheduler(engine, config.running_max, config.token_budget)
@@ -211,7 +221,15 @@ class DecodeLoop:
         here = [stream for stream in [*scheduler.waiting, *scheduler.running] if stream.target is None]
         queued_tokens = sum(s.sequence.num_uncomputed for s in here if s.sequence.num_uncomputed > 1)
         running = len(scheduler.landing) + len(scheduler.running)
-        return LoopLoad(queued_tokens, len(scheduler.waiting), running, self._is_draining, dict(self._counters))
+        return LoopLoad(
+            queued_tokens, len(scheduler.waiting), running, self._is_draining, self._counters + self._fetcher.counters
+        )
+
+    def pool_changed(self) -> None:
+        """Blocks came back, or a prefix came, from elsewhere: look at the queue again."""
+        self._admit()
+        self.runner.wake()
+        self._changed()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever the load or the pool may have changed."""
@@ -261,9 +279,25 @@ class DecodeLoop:
         self._num_streams += 1
         self._idle.clear()
         self._scheduler.add(stream)
+        if request.HasField("prefix_holder"):
+            self._bring_prefix(stream, request.prefix_holder)
         self._admit()
         self.runner.wake()
         self._changed()
+
+    def _bring_prefix(self, stream: TokenStream, holder: worker_pb2.PrefixHolder) -> None:
+        """Have blocks of the prompt fetched by whoever prefills it."""
+        if stream.target is not None:
+            stream.prefix_holder = holder
+        elif self._fetcher.is_worthwhile(stream.sequence, holder):
+            stream.loading = self.runner.spawn(self._load(stream, holder), f"fetch-{stream.request_id}")
+
+    async def _load(self, stream: TokenStream, holder: worker_pb2.PrefixHolder) -> None:
+        try:
+            await self._fetcher.fetch(stream.sequence, holder)
+        finally:
+            stream.loading = None
+            self.pool_changed()
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what can never be served, then what finds no place in the queue."""
@@ -287,6 +321,7 @@ class DecodeLoop:
                 sampling=sequence.sampling.to_pb(),
                 timeout_s=timeout_s or 0.0,
                 cache_salt=sequence.cache_salt,
+                prefix_holder=stream.prefix_holder,
             )
             num_blocks = self._engine.blocks_for(sequence.num_tokens)
             work = run.run(request, num_blocks, timeout_s)
@@ -324,6 +359,8 @@ class DecodeLoop:
         del stream.session.streams[stream.request_id]
         if stream.timer is not None:
             stream.timer.cancel()
+        if stream.loading is not None:
+            stream.loading.cancel()
         if phase is Phase.LANDING:
             work = self._landings.pop(stream, None)
             if work is not None:  # else the landing ends by itself

@@ -87,11 +87,10 @@ class DecodeScheduler:
         Those are LANDING now; the others RUNNING. May be called while a step runs.
         """
         remote = []
-        while self.waiting and len(self.landing) + len(self.running) < self._seats:
-            stream = self.waiting[0]
-            if not self._reserve(stream):
+        for stream in [stream for stream in self.waiting if stream.loading is None]:
+            if len(self.landing) + len(self.running) >= self._seats or not self._reserve(stream):
                 break
-            del self.waiting[0]
+            self.waiting.remove(stream)
             if stream.target is None:
                 self._run(stream)
             else:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from baton_pb.v1 import common_pb2, worker_pb2
 from engine.sequence import Sequence
+from engine.step_runner import Work
 
 
 class StreamSession(Protocol):
@@ -38,9 +39,13 @@ class TokenStream:
     started_s: float
     target: worker_pb2.PrefillTarget | None = None
     """Who prefills it; None: this worker, be it from the start or after a preemption."""
+    prefix_holder: worker_pb2.PrefixHolder | None = None
+    """Who has blocks that the target may lack."""
     number: int = 0
     """Counts arrivals: the order of admission."""
     phase: Phase = Phase.WAITING
+    loading: Work | None = None
+    """Fetches blocks of its prefix; it is admitted after that."""
     first_block: int = 0
     """Leading blocks that were here already when it was admitted: they are not sent."""
     num_preemptions: int = 0

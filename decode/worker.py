@@ -17,6 +17,8 @@ from common.status import rpc_errors_to_status
 from decode.loop import DecodeLoop
 from decode.session import GatewaySession
 from engine.engine import Engine
+from engine.holder import HolderService
+from engine.prefix_fetch import PrefixFetcher
 from engine.rpc_server import RpcServer
 from engine.service import Identity, WorkerService
 from kvtransfer.endpoint import TransferEndpoint
@@ -89,12 +91,14 @@ class DecodeWorker:
         self.worker_id = worker_id
         self.engine = engine
         self.endpoint = endpoint
-        self.loop = DecodeLoop(worker_id, engine, endpoint, config, clock or MonotonicClock())
+        self._fetcher = PrefixFetcher(engine, endpoint, worker_id)
+        self.loop = DecodeLoop(worker_id, engine, endpoint, self._fetcher, config, clock or MonotonicClock())
         role = worker_pb2.WORKER_ROLE_BOTH if is_colocated else worker_pb2.WORKER_ROLE_DECODE
         self.service = WorkerService(Identity(worker_id, role, heartbeat_s), engine, endpoint, self.loop)
         self._rpc = RpcServer.bind(host)
         self.address = self._rpc.address
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._rpc.server)
+        worker_pb2_grpc.add_HolderServicer_to_server(HolderService(engine, endpoint, self.loop), self._rpc.server)
         worker_pb2_grpc.add_DecodeServicer_to_server(DecodeService(self.loop), self._rpc.server)
 
     @classmethod
@@ -150,6 +154,7 @@ class DecodeWorker:
         self.loop.fail_all(WorkerLostError(f"worker {self.worker_id} is stopping"))
         await self._rpc.stop(STOP_GRACE_S)
         await self.loop.close()
+        await self._fetcher.close()
         await self.endpoint.close()
         self.engine.close()
         log(_logger, logging.INFO, "decode worker stopped", worker_id=self.worker_id, unfinished=unfinished)

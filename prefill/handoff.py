@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from baton_pb.v1 import transfer_pb2
+from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError
 from engine.sequence import Sequence
 from kvtransfer.interface import Endpoint, Push, PushReport
@@ -21,7 +21,14 @@ class Handoff:
     worker's asyncio loop.
     """
 
-    def __init__(self, loop: PrefillLoop, endpoint: Endpoint, sequence: Sequence, ticket: transfer_pb2.Ticket) -> None:
+    def __init__(
+        self,
+        loop: PrefillLoop,
+        endpoint: Endpoint,
+        sequence: Sequence,
+        ticket: transfer_pb2.Ticket,
+        holder: worker_pb2.PrefixHolder | None = None,
+    ) -> None:
         """Queue the prompt and begin.
 
         Raises:
@@ -41,7 +48,7 @@ class Handoff:
         self._error: BatonError | None = None
         self._outcome: asyncio.Future[PushReport] = asyncio.get_running_loop().create_future()
         self._outcome.add_done_callback(lambda future: future.exception())  # a handoff may end unwatched
-        self._job: PromptJob = loop.submit(sequence, self)
+        self._job: PromptJob = loop.submit(sequence, self, holder)
         self._work = loop.runner.spawn(self._run(), f"handoff-{sequence.request_id}")
 
     async def first_token(self) -> Prefilled:

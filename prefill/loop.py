@@ -7,14 +7,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from baton_pb.v1 import worker_pb2
 from common.clock import Clock
 from common.config import PrefillConfig
 from common.errors import BatonError, OverloadedError
 from engine.engine import Engine
+from engine.prefix_fetch import PrefixFetcher
 from engine.sequence import Sequence
 from engine.service import LoopLoad
 from engine.step import ScheduledChunk, TokenOutput
-from engine.step_runner import StepRunner
+from engine.step_runner import StepRunner, Work
 from prefill.scheduler import Prompt, PromptScheduler
 
 RETRY_AFTER_S = 1.0
@@ -54,6 +56,8 @@ class PromptJob(Prompt):
     started_s: float | None = None
     num_final: int = 0
     """Leading blocks that the owner was told of."""
+    loading: Work | None = None
+    """Fetches blocks of its prefix."""
 
 
 class PrefillLoop:
@@ -65,9 +69,12 @@ class PrefillLoop:
     The owner of a job calls `release` exactly once, when nobody reads the job's blocks any more.
     """
 
-    def __init__(self, worker_id: str, engine: Engine, config: PrefillConfig, clock: Clock) -> None:
+    def __init__(
+        self, worker_id: str, engine: Engine, fetcher: PrefixFetcher, config: PrefillConfig, clock: Clock
+    ) -> None:
         self._worker_id = worker_id
         self._engine = engine
+        self._fetcher = fetcher
         self._config = config
         self._clock = clock
         self._scheduler: PromptScheduler[PromptJob] = PromptScheduler(engine, config.token_budget)
@@ -85,8 +92,15 @@ class PrefillLoop:
         """Return how many blocks hold `num_tokens` tokens."""
         return self._engine.blocks_for(num_tokens)
 
-    def submit(self, sequence: Sequence, owner: PromptOwner) -> PromptJob:
+    def submit(
+        self, sequence: Sequence, owner: PromptOwner, holder: worker_pb2.PrefixHolder | None = None
+    ) -> PromptJob:
         """Queue a prompt.
+
+        Args:
+            sequence: the prompt.
+            owner: who pushes its blocks.
+            holder: who has blocks of it; they are fetched first, if that is possible.
 
         Raises:
             InvalidRequestError: it can never be served here; the message names need and limit.
@@ -108,6 +122,9 @@ class PrefillLoop:
         self._jobs.add(job)
         self._idle.clear()
         self._scheduler.add(job)
+        if holder is not None and self._fetcher.is_worthwhile(sequence, holder):
+            job.is_loading = True
+            job.loading = self.runner.spawn(self._load(job, holder), f"fetch-{sequence.request_id}")
         self.runner.wake()
         self._changed()
         return job
@@ -115,6 +132,8 @@ class PrefillLoop:
     def withdraw(self, job: PromptJob) -> None:
         """Compute no more of a prompt; `release` must still follow. Does nothing after it was prefilled."""
         self._scheduler.remove(job)
+        if job.loading is not None:
+            job.loading.cancel()
         if not job.prefilled.done():
             job.prefilled.cancel()
             self._counters["prompts_withdrawn_total"] += 1
@@ -166,8 +185,17 @@ class PrefillLoop:
         scheduler = self._scheduler
         waiting = scheduler.num_waiting
         return LoopLoad(
-            scheduler.queued_tokens, waiting, len(self._jobs) - waiting, self._is_draining, dict(self._counters)
+            scheduler.queued_tokens,
+            waiting,
+            len(self._jobs) - waiting,
+            self._is_draining,
+            self._counters + self._fetcher.counters,
         )
+
+    def pool_changed(self) -> None:
+        """Blocks came back, or a prefix came, from elsewhere: look at the queue again."""
+        self.runner.wake()
+        self._changed()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever the load or the pool may have changed."""
@@ -188,6 +216,13 @@ class PrefillLoop:
         """Fail every job that is left, at an orderly stop."""
         for job in list(self._jobs):
             job.owner.fail(error)
+
+    async def _load(self, job: PromptJob, holder: worker_pb2.PrefixHolder) -> None:
+        try:
+            await self._fetcher.fetch(job.sequence, holder)
+        finally:
+            job.is_loading = False
+            self.pool_changed()
 
     def _tell_final(self, job: PromptJob) -> None:
         sequence = job.sequence

@@ -25,6 +25,8 @@ class Prompt:
     """Tokens that the scheduler had given out when the prompt arrived."""
     is_admitted: bool = False
     """Whether its blocks are reserved."""
+    is_loading: bool = False
+    """Whether part of its prefix is on its way into the cache: it is admitted after that."""
 
 
 P = TypeVar("P", bound=Prompt)
@@ -44,7 +46,8 @@ class PromptScheduler(Generic[P]):
                    └────────────────── remove ────────────────────┘
 
     A prompt is admitted only when its first chunk is planned, so that it finds what prompts before it left in the
-    prefix cache. Blocks are taken here and given back by the owner. Owned by the prefill loop.
+    prefix cache; one whose prefix is being fetched lets others pass meanwhile. Blocks are taken here and given back by
+    the owner. Owned by the prefill loop.
     """
 
     def __init__(self, engine: Engine, token_budget: int) -> None:
@@ -102,6 +105,8 @@ class PromptScheduler(Generic[P]):
     def _admitted_in_order(self) -> Iterator[P]:
         is_full = False
         for prompt in sorted(self._prompts, key=_rank):
+            if prompt.is_loading:
+                continue
             if not prompt.is_admitted:
                 is_full = is_full or not self._admit(prompt)
                 if is_full:

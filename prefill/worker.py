@@ -14,6 +14,8 @@ from common.errors import WorkerLostError
 from common.logs import log
 from common.status import rpc_errors_to_status
 from engine.engine import Engine
+from engine.holder import HolderService
+from engine.prefix_fetch import PrefixFetcher
 from engine.rpc_server import RpcServer, deadline
 from engine.service import Identity, WorkerService
 from kvtransfer.endpoint import TransferEndpoint
@@ -43,7 +45,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     ) -> None:
         """Prefill the prompt, send its first token, then wait for the push to be confirmed."""
         async with rpc_errors_to_status(context), deadline(request.timeout_s):
-            handoff = Handoff(self._loop, self._endpoint, self._engine.sequence_from_pb(request), request.ticket)
+            sequence = self._engine.sequence_from_pb(request)
+            holder = request.prefix_holder if request.HasField("prefix_holder") else None
+            handoff = Handoff(self._loop, self._endpoint, sequence, request.ticket, holder)
             try:
                 first_token = await handoff.first_token()
                 await context.write(worker_pb2.PrefillUpdate(first_token=_first_token_pb(first_token)))
@@ -71,12 +75,14 @@ class PrefillWorker:
         self.worker_id = worker_id
         self.engine = engine
         self.endpoint = endpoint
-        self.loop = PrefillLoop(worker_id, engine, config, clock or MonotonicClock())
+        self._fetcher = PrefixFetcher(engine, endpoint, worker_id)
+        self.loop = PrefillLoop(worker_id, engine, self._fetcher, config, clock or MonotonicClock())
         identity = Identity(worker_id, worker_pb2.WORKER_ROLE_PREFILL, heartbeat_s)
         self.service = WorkerService(identity, engine, endpoint, self.loop)
         self._rpc = RpcServer.bind(host)
         self.address = self._rpc.address
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._rpc.server)
+        worker_pb2_grpc.add_HolderServicer_to_server(HolderService(engine, endpoint, self.loop), self._rpc.server)
         worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(self.loop, endpoint, engine), self._rpc.server)
 
     @classmethod
@@ -131,6 +137,7 @@ class PrefillWorker:
         self.loop.fail_all(WorkerLostError(f"worker {self.worker_id} is stopping"))
         await self._rpc.stop(STOP_GRACE_S)
         await self.loop.runner.stop()
+        await self._fetcher.close()
         await self.endpoint.close()
         self.engine.close()
         log(_logger, logging.INFO, "prefill worker stopped", worker_id=self.worker_id, unfinished=unfinished)

@@ -302,6 +302,7 @@ class WorkerPlacement(_message.Message):
     DECODE_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFILL_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PREFIX_HOLDER_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     decode_address: _builtins.str
     decode_hit_blocks: _builtins.int
@@ -310,6 +311,10 @@ class WorkerPlacement(_message.Message):
     reason: _builtins.str
     @_builtins.property
     def prefill(self) -> _worker_pb2.PrefillTarget: ...
+    @_builtins.property
+    def prefix_holder(self) -> _worker_pb2.PrefixHolder:
+        """Set when fetching the prefix is expected to be faster than computing it."""
+
     def __init__(
         self,
         *,
@@ -319,14 +324,20 @@ class WorkerPlacement(_message.Message):
         decode_hit_blocks: _builtins.int = ...,
         prefill_hit_blocks: _builtins.int = ...,
         reason: _builtins.str = ...,
+        prefix_holder: _worker_pb2.PrefixHolder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_prefix_holder", b"_prefix_holder", "prefill", b"prefill", "prefix_holder", b"prefix_holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode_address", b"decode_address", "decode_hit_blocks", b"decode_hit_blocks", "decode_worker_id", b"decode_worker_id", "prefill", b"prefill", "prefill_hit_blocks", b"prefill_hit_blocks", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_prefix_holder", b"_prefix_holder", "decode_address", b"decode_address", "decode_hit_blocks", b"decode_hit_blocks", "decode_worker_id", b"decode_worker_id", "prefill", b"prefill", "prefill_hit_blocks", b"prefill_hit_blocks", "prefix_holder", b"prefix_holder", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_holder: _TypeAlias = _typing.Literal["prefix_holder"]  # noqa: Y015
+    _WhichOneofArgType__prefix_holder: _TypeAlias = _typing.Literal["_prefix_holder", b"_prefix_holder"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_holder) -> _WhichOneofReturnType__prefix_holder | None: ...
 
 Global___WorkerPlacement: _TypeAlias = WorkerPlacement  # noqa: Y015
 

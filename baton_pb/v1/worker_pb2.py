@@ -26,7 +26,7 @@ from baton_pb.v1 import common_pb2 as baton__pb_dot_v1_dot_common__pb2
 from baton_pb.v1 import transfer_pb2 as baton__pb_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton_pb/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\x1a\x1a\x62\x61ton_pb/v1/transfer.proto\"\x12\n\x10HandshakeRequest\"\x92\x02\n\x0eHandshakeReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x12\n\ngeneration\x18\x03 \x01(\x06\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12%\n\x06layout\x18\x05 \x01(\x0b\x32\x15.baton.v1.BlockLayout\x12\x12\n\nhash_probe\x18\x06 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x08 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12+\n\x08transfer\x18\n \x01(\x0b\x32\x19.baton.v1.TransferAddress\"#\n\x0cWatchRequest\x12\x13\n\x0bheartbeat_s\x18\x01 \x01(\x01\"\xa5\x01\n\x0cWorkerReport\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x08snapshot\x18\x02 \x01(\x0b\x32\x17.baton.v1.CacheSnapshotH\x00\x88\x01\x01\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.baton.v1.CacheEvent\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x14.baton.v1.LoadReportB\x0b\n\t_snapshot\"I\n\rCacheSnapshot\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\x12\x13\n\x0bhost_hashes\x18\x02 \x03(\x0c\x12\x13\n\x0b\x64isk_hashes\x18\x03 \x03(\x0c\"_\n\nCacheEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12!\n\x04tier\x18\x04 \x01(\x0e\x32\x13.baton.v1.CacheTier\"\xd5\x02\n\nLoadReport\x12\x13\n\x0b\x62locks_free\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_kept\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x05 \x01(\r\x12\x19\n\x11running_sequences\x18\x06 \x01(\r\x12\x11\n\ttransfers\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x34\n\x08\x63ounters\x18\t \x03(\x0b\x32\".baton.v1.LoadReport.CountersEntry\x12/\n\x0etransfer_stats\x18\n \x03(\x0b\x32\x17.baton.v1.TransferStats\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8f\x01\n\rTransferStats\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06pieces\x18\x04 \x01(\x04\x12\x10\n\x08refusals\x18\x05 \x01(\x04\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x11\n\tfallbacks\x18\x07 \x01(\x04\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x92\x01\n\rDecodeCommand\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x10.baton.v1.AttachH\x00\x12\'\n\x05start\x18\x02 \x01(\x0b\x32\x16.baton.v1.StartRequestH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.CancelRequestH\x00\x42\t\n\x07\x63ommand\"\x1c\n\x06\x41ttach\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"3\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xde\x01\n\x0cStartRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12-\n\x07prefill\x18\x05 \x01(\x0b\x32\x17.baton.v1.PrefillTargetH\x00\x88\x01\x01\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x42\n\n\x08_prefill\":\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rwants_summary\x18\x02 \x01(\x08\"7\n\nDecodeStep\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.baton.v1.SequenceOutput\"\xbb\x01\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1a.baton.v1.SequenceFinishedH\x00\x88\x01\x01\x12#\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x01\x88\x01\x01\x42\x0b\n\t_finishedB\x08\n\x06_error\"\xab\x01\n\x10SequenceFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x05 \x01(\x01\x12\x11\n\ttransport\x18\x06 \x01(\t\"\xc7\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12 \n\x06ticket\x18\x05 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\"j\n\rPrefillUpdate\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12\"\n\x06pushed\x18\x02 \x01(\x0b\x32\x10.baton.v1.PushedH\x00\x42\x08\n\x06update\"n\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\".\n\x06Pushed\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*J\n\tCacheTier\x12\x13\n\x0f\x43\x41\x43HE_TIER_POOL\x10\x00\x12\x13\n\x0f\x43\x41\x43HE_TIER_HOST\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_TIER_DISK\x10\x02\x32\xbd\x01\n\x06Worker\x12\x41\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x18.baton.v1.HandshakeReply\x12\x39\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x16.baton.v1.WorkerReport0\x01\x12\x35\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.DrainReply2F\n\x06\x44\x65\x63ode\x12<\n\x07Session\x12\x17.baton.v1.DecodeCommand\x1a\x14.baton.v1.DecodeStep(\x01\x30\x01\x32I\n\x07Prefill\x12>\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x17.baton.v1.PrefillUpdate0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton_pb/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\x1a\x1a\x62\x61ton_pb/v1/transfer.proto\"\x12\n\x10HandshakeRequest\"\x92\x02\n\x0eHandshakeReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x12\n\ngeneration\x18\x03 \x01(\x06\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12%\n\x06layout\x18\x05 \x01(\x0b\x32\x15.baton.v1.BlockLayout\x12\x12\n\nhash_probe\x18\x06 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x08 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12+\n\x08transfer\x18\n \x01(\x0b\x32\x19.baton.v1.TransferAddress\"#\n\x0cWatchRequest\x12\x13\n\x0bheartbeat_s\x18\x01 \x01(\x01\"\xa5\x01\n\x0cWorkerReport\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x08snapshot\x18\x02 \x01(\x0b\x32\x17.baton.v1.CacheSnapshotH\x00\x88\x01\x01\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.baton.v1.CacheEvent\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x14.baton.v1.LoadReportB\x0b\n\t_snapshot\"I\n\rCacheSnapshot\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\x12\x13\n\x0bhost_hashes\x18\x02 \x03(\x0c\x12\x13\n\x0b\x64isk_hashes\x18\x03 \x03(\x0c\"_\n\nCacheEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x12\x0e\n\x06hashes\x18\x03 \x03(\x0c\x12!\n\x04tier\x18\x04 \x01(\x0e\x32\x13.baton.v1.CacheTier\"\xd5\x02\n\nLoadReport\x12\x13\n\x0b\x62locks_free\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_kept\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x05 \x01(\r\x12\x19\n\x11running_sequences\x18\x06 \x01(\r\x12\x11\n\ttransfers\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x34\n\x08\x63ounters\x18\t \x03(\x0b\x32\".baton.v1.LoadReport.CountersEntry\x12/\n\x0etransfer_stats\x18\n \x03(\x0b\x32\x17.baton.v1.TransferStats\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8f\x01\n\rTransferStats\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06pieces\x18\x04 \x01(\x04\x12\x10\n\x08refusals\x18\x05 \x01(\x04\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x11\n\tfallbacks\x18\x07 \x01(\x04\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x92\x01\n\rDecodeCommand\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x10.baton.v1.AttachH\x00\x12\'\n\x05start\x18\x02 \x01(\x0b\x32\x16.baton.v1.StartRequestH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.CancelRequestH\x00\x42\t\n\x07\x63ommand\"\x1c\n\x06\x41ttach\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"3\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"F\n\x0cPrefixHolder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"S\n\x0c\x46\x65tchRequest\x12\x0e\n\x06hashes\x18\x01 \x03(\x0c\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"2\n\nFetchReply\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\xa4\x02\n\x0cStartRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12-\n\x07prefill\x18\x05 \x01(\x0b\x32\x17.baton.v1.PrefillTargetH\x00\x88\x01\x01\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x32\n\rprefix_holder\x18\x08 \x01(\x0b\x32\x16.baton.v1.PrefixHolderH\x01\x88\x01\x01\x42\n\n\x08_prefillB\x10\n\x0e_prefix_holder\":\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rwants_summary\x18\x02 \x01(\x08\"7\n\nDecodeStep\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.baton.v1.SequenceOutput\"\xbb\x01\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1a.baton.v1.SequenceFinishedH\x00\x88\x01\x01\x12#\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x01\x88\x01\x01\x42\x0b\n\t_finishedB\x08\n\x06_error\"\xab\x01\n\x10SequenceFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x05 \x01(\x01\x12\x11\n\ttransport\x18\x06 \x01(\t\"\x8d\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12 \n\x06ticket\x18\x05 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x32\n\rprefix_holder\x18\x08 \x01(\x0b\x32\x16.baton.v1.PrefixHolderH\x00\x88\x01\x01\x42\x10\n\x0e_prefix_holder\"j\n\rPrefillUpdate\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12\"\n\x06pushed\x18\x02 \x01(\x0b\x32\x10.baton.v1.PushedH\x00\x42\x08\n\x06update\"n\n\nFirstToken\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\".\n\x06Pushed\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*J\n\tCacheTier\x12\x13\n\x0f\x43\x41\x43HE_TIER_POOL\x10\x00\x12\x13\n\x0f\x43\x41\x43HE_TIER_HOST\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_TIER_DISK\x10\x02\x32\xbd\x01\n\x06Worker\x12\x41\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x18.baton.v1.HandshakeReply\x12\x39\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x16.baton.v1.WorkerReport0\x01\x12\x35\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.DrainReply2F\n\x06\x44\x65\x63ode\x12<\n\x07Session\x12\x17.baton.v1.DecodeCommand\x1a\x14.baton.v1.DecodeStep(\x01\x30\x01\x32I\n\x07Prefill\x12>\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x17.baton.v1.PrefillUpdate0\x01\x32?\n\x06Holder\x12\x35\n\x05\x46\x65tch\x12\x16.baton.v1.FetchRequest\x1a\x14.baton.v1.FetchReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADREPORT_COUNTERSENTRY']._loaded_options = None
   _globals['_LOADREPORT_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=2733
-  _globals['_WORKERROLE']._serialized_end=2845
-  _globals['_CACHETIER']._serialized_start=2847
-  _globals['_CACHETIER']._serialized_end=2921
+  _globals['_WORKERROLE']._serialized_start=3082
+  _globals['_WORKERROLE']._serialized_end=3194
+  _globals['_CACHETIER']._serialized_start=3196
+  _globals['_CACHETIER']._serialized_end=3270
   _globals['_HANDSHAKEREQUEST']._serialized_start=92
   _globals['_HANDSHAKEREQUEST']._serialized_end=110
   _globals['_HANDSHAKEREPLY']._serialized_start=113
@@ -67,28 +67,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACH']._serialized_end=1502
   _globals['_PREFILLTARGET']._serialized_start=1504
   _globals['_PREFILLTARGET']._serialized_end=1555
-  _globals['_STARTREQUEST']._serialized_start=1558
-  _globals['_STARTREQUEST']._serialized_end=1780
-  _globals['_CANCELREQUEST']._serialized_start=1782
-  _globals['_CANCELREQUEST']._serialized_end=1840
-  _globals['_DECODESTEP']._serialized_start=1842
-  _globals['_DECODESTEP']._serialized_end=1897
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1900
-  _globals['_SEQUENCEOUTPUT']._serialized_end=2087
-  _globals['_SEQUENCEFINISHED']._serialized_start=2090
-  _globals['_SEQUENCEFINISHED']._serialized_end=2261
-  _globals['_PREFILLREQUEST']._serialized_start=2264
-  _globals['_PREFILLREQUEST']._serialized_end=2463
-  _globals['_PREFILLUPDATE']._serialized_start=2465
-  _globals['_PREFILLUPDATE']._serialized_end=2571
-  _globals['_FIRSTTOKEN']._serialized_start=2573
-  _globals['_FIRSTTOKEN']._serialized_end=2683
-  _globals['_PUSHED']._serialized_start=2685
-  _globals['_PUSHED']._serialized_end=2731
-  _globals['_WORKER']._serialized_start=2924
-  _globals['_WORKER']._serialized_end=3113
-  _globals['_DECODE']._serialized_start=3115
-  _globals['_DECODE']._serialized_end=3185
-  _globals['_PREFILL']._serialized_start=3187
-  _globals['_PREFILL']._serialized_end=3260
+  _globals['_PREFIXHOLDER']._serialized_start=1557
+  _globals['_PREFIXHOLDER']._serialized_end=1627
+  _globals['_FETCHREQUEST']._serialized_start=1629
+  _globals['_FETCHREQUEST']._serialized_end=1712
+  _globals['_FETCHREPLY']._serialized_start=1714
+  _globals['_FETCHREPLY']._serialized_end=1764
+  _globals['_STARTREQUEST']._serialized_start=1767
+  _globals['_STARTREQUEST']._serialized_end=2059
+  _globals['_CANCELREQUEST']._serialized_start=2061
+  _globals['_CANCELREQUEST']._serialized_end=2119
+  _globals['_DECODESTEP']._serialized_start=2121
+  _globals['_DECODESTEP']._serialized_end=2176
+  _globals['_SEQUENCEOUTPUT']._serialized_start=2179
+  _globals['_SEQUENCEOUTPUT']._serialized_end=2366
+  _globals['_SEQUENCEFINISHED']._serialized_start=2369
+  _globals['_SEQUENCEFINISHED']._serialized_end=2540
+  _globals['_PREFILLREQUEST']._serialized_start=2543
+  _globals['_PREFILLREQUEST']._serialized_end=2812
+  _globals['_PREFILLUPDATE']._serialized_start=2814
+  _globals['_PREFILLUPDATE']._serialized_end=2920
+  _globals['_FIRSTTOKEN']._serialized_start=2922
+  _globals['_FIRSTTOKEN']._serialized_end=3032
+  _globals['_PUSHED']._serialized_start=3034
+  _globals['_PUSHED']._serialized_end=3080
+  _globals['_WORKER']._serialized_start=3273
+  _globals['_WORKER']._serialized_end=3462
+  _globals['_DECODE']._serialized_start=3464
+  _globals['_DECODE']._serialized_end=3534
+  _globals['_PREFILL']._serialized_start=3536
+  _globals['_PREFILL']._serialized_end=3609
+  _globals['_HOLDER']._serialized_start=3611
+  _globals['_HOLDER']._serialized_end=3674
 # @@protoc_insertion_point(module_scope)

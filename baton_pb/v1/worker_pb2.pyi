@@ -469,6 +469,84 @@ class PrefillTarget(_message.Message):
 Global___PrefillTarget: _TypeAlias = PrefillTarget  # noqa: Y015
 
 @_typing.final
+class PrefixHolder(_message.Message):
+    """Who holds the first blocks of a prompt, for a worker that lacks them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    num_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixHolder: _TypeAlias = PrefixHolder  # noqa: Y015
+
+@_typing.final
+class FetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    timeout_s: _builtins.float
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Chain hashes of the blocks, one for each landing block of the ticket."""
+
+    @_builtins.property
+    def ticket(self) -> _transfer_pb2.Ticket: ...
+    def __init__(
+        self,
+        *,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        ticket: _transfer_pb2.Ticket | None = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "ticket", b"ticket", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+
+@_typing.final
+class FetchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchReply: _TypeAlias = FetchReply  # noqa: Y015
+
+@_typing.final
 class StartRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -479,6 +557,7 @@ class StartRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PREFIX_HOLDER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     """The first `num_prompt_tokens` of token_ids are the prompt; the rest were generated before this sequence moved here."""
@@ -494,6 +573,10 @@ class StartRequest(_message.Message):
     def prefill(self) -> Global___PrefillTarget:
         """Unset: prefill locally."""
 
+    @_builtins.property
+    def prefix_holder(self) -> Global___PrefixHolder:
+        """Unset: what is not here is computed."""
+
     def __init__(
         self,
         *,
@@ -504,14 +587,20 @@ class StartRequest(_message.Message):
         prefill: Global___PrefillTarget | None = ...,
         timeout_s: _builtins.float = ...,
         cache_salt: _builtins.bytes = ...,
+        prefix_holder: Global___PrefixHolder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "prefill", b"prefill", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_prefix_holder", b"_prefix_holder", "prefill", b"prefill", "prefix_holder", b"prefix_holder", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "prefill", b"prefill", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_prefix_holder", b"_prefix_holder", "cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "prefill", b"prefill", "prefix_holder", b"prefix_holder", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_holder: _TypeAlias = _typing.Literal["prefix_holder"]  # noqa: Y015
+    _WhichOneofArgType__prefix_holder: _TypeAlias = _typing.Literal["_prefix_holder", b"_prefix_holder"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_holder) -> _WhichOneofReturnType__prefix_holder | None: ...
 
 Global___StartRequest: _TypeAlias = StartRequest  # noqa: Y015
 
@@ -647,6 +736,7 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PREFIX_HOLDER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     timeout_s: _builtins.float
@@ -657,6 +747,10 @@ class PrefillRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def ticket(self) -> _transfer_pb2.Ticket: ...
+    @_builtins.property
+    def prefix_holder(self) -> Global___PrefixHolder:
+        """Unset: what is not here is computed."""
+
     def __init__(
         self,
         *,
@@ -667,12 +761,15 @@ class PrefillRequest(_message.Message):
         ticket: _transfer_pb2.Ticket | None = ...,
         timeout_s: _builtins.float = ...,
         cache_salt: _builtins.bytes = ...,
+        prefix_holder: Global___PrefixHolder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefix_holder", b"_prefix_holder", "prefix_holder", b"prefix_holder", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefix_holder", b"_prefix_holder", "cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "prefix_holder", b"prefix_holder", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prefix_holder: _TypeAlias = _typing.Literal["prefix_holder"]  # noqa: Y015
+    _WhichOneofArgType__prefix_holder: _TypeAlias = _typing.Literal["_prefix_holder", b"_prefix_holder"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_holder) -> _WhichOneofReturnType__prefix_holder | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 

@@ -331,3 +331,80 @@ class Prefill(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class HolderStub(object):
+    """Spoken between workers; offered by every worker.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.unary_unary(
+                '/baton.v1.Holder/Fetch',
+                request_serializer=baton__pb_dot_v1_dot_worker__pb2.FetchRequest.SerializeToString,
+                response_deserializer=baton__pb_dot_v1_dot_worker__pb2.FetchReply.FromString,
+                _registered_method=True)
+
+
+class HolderServicer(object):
+    """Spoken between workers; offered by every worker.
+    """
+
+    def Fetch(self, request, context):
+        """Push blocks that this worker holds to the ticket's blocks; returns when the receiver has confirmed them. NOT_FOUND at
+        once when not all of them are here any more, RESOURCE_EXHAUSTED when too many fetches run: the caller recomputes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_HolderServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=baton__pb_dot_v1_dot_worker__pb2.FetchRequest.FromString,
+                    response_serializer=baton__pb_dot_v1_dot_worker__pb2.FetchReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.Holder', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.Holder', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Holder(object):
+    """Spoken between workers; offered by every worker.
+    """
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Holder/Fetch',
+            baton__pb_dot_v1_dot_worker__pb2.FetchRequest.SerializeToString,
+            baton__pb_dot_v1_dot_worker__pb2.FetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -130,3 +130,40 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         """Prefill the prompt, push its KV to the ticket's blocks, return the first token. Cancelling the call aborts all of it."""
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class HolderStub:
+    """Spoken between workers; offered by every worker."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> HolderAsyncStub: ...
+    Fetch: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchReply]
+    """Push blocks that this worker holds to the ticket's blocks; returns when the receiver has confirmed them. NOT_FOUND at
+    once when not all of them are here any more, RESOURCE_EXHAUSTED when too many fetches run: the caller recomputes.
+    """
+
+@_typing.type_check_only
+class HolderAsyncStub(HolderStub):
+    """Spoken between workers; offered by every worker."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Fetch: _aio.UnaryUnaryMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchReply]  # type: ignore[assignment]
+    """Push blocks that this worker holds to the ticket's blocks; returns when the receiver has confirmed them. NOT_FOUND at
+    once when not all of them are here any more, RESOURCE_EXHAUSTED when too many fetches run: the caller recomputes.
+    """
+
+class HolderServicer(metaclass=_abc_1.ABCMeta):
+    """Spoken between workers; offered by every worker."""
+
+    @_abc_1.abstractmethod
+    def Fetch(
+        self,
+        request: _worker_pb2.FetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FetchReply, _abc.Awaitable[_worker_pb2.FetchReply]]:
+        """Push blocks that this worker holds to the ticket's blocks; returns when the receiver has confirmed them. NOT_FOUND at
+        once when not all of them are here any more, RESOURCE_EXHAUSTED when too many fetches run: the caller recomputes.
+        """
+
+def add_HolderServicer_to_server(servicer: HolderServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

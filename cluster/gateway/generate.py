@@ -203,6 +203,7 @@ class Generator:
             sampling=prepared.sampling,
             prefill=placement.prefill if placement.HasField("prefill") else None,
             timeout_s=self._left_s(deadline_s) or 0.0,
+            prefix_holder=placement.prefix_holder if placement.HasField("prefix_holder") else None,
         )
 
     def _left_s(self, deadline_s: float | None) -> float | None:

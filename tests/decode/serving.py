@@ -109,6 +109,7 @@ class Gateway:
         target: PrefillWorker | worker_pb2.PrefillTarget | None = None,
         num_prompt_tokens: int | None = None,
         timeout_s: float = 0.0,
+        holder: worker_pb2.PrefixHolder | None = None,
         **sampling: Any,
     ) -> None:
         if isinstance(target, PrefillWorker):
@@ -120,6 +121,7 @@ class Gateway:
             sampling=common_pb2.SamplingParams(**{"temperature": 0.0, **sampling}),
             prefill=target,
             timeout_s=timeout_s,
+            prefix_holder=holder,
         )
         self.answers[request_id] = Answer()
         await self.send(start=request)

@@ -1,0 +1,180 @@
+"""A prefix comes from whichever worker holds it; when it cannot be had it is computed, at once, and nothing is left."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from baton_pb.v1 import worker_pb2
+from common.errors import TransferError
+from decode.worker import DecodeWorker
+from engine.fake import FakeEngine, fake_continuation
+from prefill.worker import PrefillWorker
+from tests.decode.serving import Bench, Gateway, serving, until_changed
+
+PROMPT = list(range(200, 230))
+Worker = PrefillWorker | DecodeWorker
+
+
+def holder_of(worker: Worker, num_blocks: int = 100) -> worker_pb2.PrefixHolder:
+    return worker_pb2.PrefixHolder(worker_id=worker.worker_id, address=worker.address, num_blocks=num_blocks)
+
+
+def computed(worker: Worker) -> int:
+    assert isinstance(worker.engine, FakeEngine)
+    return worker.engine.num_computed_tokens
+
+
+def counters(worker: Worker) -> dict[str, int]:
+    return dict(worker.loop.load().counters)
+
+
+def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with serving() as bench:
+            await scenario(bench)
+
+    asyncio.run(main())
+
+
+def test_a_prefill_worker_fetches_what_another_has_computed() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = await bench.prefill("prefill-0"), await bench.prefill("prefill-1")
+        async with Gateway((await bench.decode("decode-0")).address) as gateway:
+            await gateway.ask("warm", PROMPT, first, max_tokens=1)
+        async with Gateway((await bench.decode("decode-1")).address) as gateway:
+            answer = await gateway.ask("a", PROMPT, second, holder=holder_of(first), max_tokens=3)
+
+        assert answer.tokens == fake_continuation(PROMPT, 3)
+        assert answer.finished is not None
+        assert answer.finished.cached_tokens == 28
+        assert computed(second) == 2
+        assert counters(second)["fetched_tokens_total"] == 28
+
+    run(scenario)
+
+
+def test_the_next_turn_finds_the_answer_that_the_decode_worker_wrote() -> None:
+    async def scenario(bench: Bench) -> None:
+        prefill, decode = await bench.prefill(), await bench.decode()
+        async with Gateway(decode.address) as gateway:
+            told = (await gateway.ask("turn-1", PROMPT, prefill, max_tokens=12)).tokens
+            conversation = [*PROMPT, *told, 7, 8, 9]
+            before = computed(prefill)
+            answer = await gateway.ask("turn-2", conversation, prefill, holder=holder_of(decode, 10), max_tokens=2)
+
+        assert answer.tokens == fake_continuation(conversation, 2)
+        assert computed(prefill) - before == len(conversation) - 40  # 41 tokens had KV, 10 full blocks
+
+    run(scenario)
+
+
+def test_a_worker_that_prefills_for_itself_fetches_too() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = await bench.decode("both-0"), await bench.decode("both-1")
+        async with Gateway(first.address) as gateway:
+            await gateway.ask("warm", PROMPT, max_tokens=1)
+        async with Gateway(second.address) as gateway:
+            answer = await gateway.ask("a", PROMPT, holder=holder_of(first), max_tokens=3)
+
+        assert answer.tokens == fake_continuation(PROMPT, 3)
+        assert answer.finished is not None
+        assert answer.finished.cached_tokens == 28
+        assert computed(second) == 2 + 2
+
+    run(scenario)
+
+
+async def _evicted(first: Worker, bench: Bench) -> worker_pb2.PrefixHolder:
+    first.engine.pool.release(first.engine.pool.allocate(first.engine.pool.num_blocks))
+    return holder_of(first)
+
+
+async def _gone(first: Worker, bench: Bench) -> worker_pb2.PrefixHolder:
+    bench.workers.remove(first)
+    await first.stop(0.0)
+    return holder_of(first)
+
+
+async def _unreachable(first: Worker, bench: Bench) -> worker_pb2.PrefixHolder:
+    bench.network.open_errors.append(TransferError("no way there"))
+    return holder_of(first)
+
+
+async def _breaks(first: Worker, bench: Bench) -> worker_pb2.PrefixHolder:
+    bench.network.piece_errors.append(TransferError("cut in the middle"))
+    return holder_of(first)
+
+
+@pytest.mark.parametrize("trouble", [_evicted, _gone, _unreachable, _breaks])
+def test_what_cannot_be_fetched_is_computed(
+    trouble: Callable[[Worker, Bench], Awaitable[worker_pb2.PrefixHolder]],
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = await bench.decode("both-0"), await bench.decode("both-1")
+        async with Gateway(first.address) as gateway:
+            await gateway.ask("warm", PROMPT, max_tokens=1)
+        holder = await trouble(first, bench)
+        async with Gateway(second.address) as gateway:
+            answer = await gateway.ask("a", PROMPT, holder=holder, max_tokens=3)
+
+        assert answer.tokens == fake_continuation(PROMPT, 3)
+        assert computed(second) == 30 + 2
+        assert counters(second)["prefix_fetches_failed_total"] == 1
+
+    run(scenario)
+
+
+def test_a_fetch_never_takes_more_than_half_of_what_is_available() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = await bench.decode("both-0"), await bench.decode("both-1", num_blocks=12)
+        async with Gateway(first.address) as gateway:
+            await gateway.ask("warm", PROMPT, max_tokens=1)
+        async with Gateway(second.address) as gateway:
+            answer = await gateway.ask("a", PROMPT, holder=holder_of(first), max_tokens=3)
+
+        assert answer.tokens == fake_continuation(PROMPT, 3)
+        assert counters(second)["prefix_fetches_failed_total"] == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_a_request_that_is_cancelled_while_its_prefix_comes_leaves_nothing(is_remote: bool) -> None:
+    async def scenario(bench: Bench) -> None:
+        first = await bench.decode("both-0")
+        async with Gateway(first.address) as gateway:
+            await gateway.ask("warm", PROMPT, max_tokens=1)
+        prefill = await bench.prefill() if is_remote else None
+        second = await bench.decode("both-1")
+        async with Gateway(second.address) as gateway:
+            bench.network.hold()
+            await gateway.start("a", PROMPT, prefill, holder=holder_of(first), max_tokens=3)
+            await until_changed(prefill or second, lambda: (prefill or second).endpoint.num_active > 0)
+            await gateway.cancel("a")
+            await until_changed(second, lambda: not second.loop.load().waiting_sequences)
+            bench.network.flow()
+            other = await gateway.ask("b", [1, 2, 3], prefill, max_tokens=2)
+
+        assert other.tokens == fake_continuation([1, 2, 3], 2)
+
+    run(scenario)
+
+
+def test_others_are_served_while_a_prefix_is_on_its_way() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = await bench.decode("both-0"), await bench.decode("both-1")
+        async with Gateway(first.address) as gateway:
+            await gateway.ask("warm", PROMPT, max_tokens=1)
+        async with Gateway(second.address) as gateway:
+            bench.network.hold()
+            await gateway.start("a", PROMPT, holder=holder_of(first), max_tokens=3)
+            other = await gateway.ask("b", [1, 2, 3], max_tokens=2)
+            assert not gateway.answers["a"].tokens
+            bench.network.flow()
+            (answer,) = await gateway.over("a")
+
+        assert other.tokens == fake_continuation([1, 2, 3], 2)
+        assert answer.tokens == fake_continuation(PROMPT, 3)
+
+    run(scenario)
