@@ -66,6 +66,24 @@ def test_remote_and_local_prefill_give_the_same_tokens_cold_and_warm(model_dir: 
     asyncio.run(main())
 
 
+def test_a_prefill_worker_that_fetches_the_last_answer_gives_the_same_tokens(model_dir: Path) -> None:
+    async def main() -> None:
+        async with workers(model_dir) as (prefill, decode), Gateway(decode.address) as gateway:
+            options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+            told = (await gateway.ask("turn-1", PROMPT, prefill, **options)).tokens
+            conversation = [*PROMPT, *told, *PROMPT[:9]]
+            holder = worker_pb2.PrefixHolder(worker_id="decode-0", address=decode.address, num_blocks=8)
+            fetched = await gateway.ask("turn-2", conversation, prefill, holder=holder, **options)
+            local = await gateway.ask("local", conversation, **options)
+
+            assert fetched.tokens == local.tokens
+            assert fetched.finished is not None
+            assert fetched.finished.cached_tokens == 64
+            assert prefill.loop.load().counters["fetched_tokens_total"] == 64 - 40
+
+    asyncio.run(main())
+
+
 def test_sequences_at_once_equal_sequences_one_by_one(model_dir: Path) -> None:
     async def main() -> None:
         async with workers(model_dir) as (prefill, decode), Gateway(decode.address) as gateway:
