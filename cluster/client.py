@@ -7,7 +7,8 @@ from types import TracebackType
 import grpc
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
-from common.errors import InvalidRequestError, WorkerLostError
+from common.errors import ConfigError, InvalidRequestError, WorkerLostError
+from common.rpc import is_address
 from common.status import typed_rpc_errors
 
 _MESSAGE_BYTES_MAX = 64 * 1024 * 1024
@@ -15,9 +16,15 @@ _STATUS_TIMEOUT_S = 10.0
 
 
 class Client:
-    """One connection to a gateway. Not safe to share between threads; use it in a `with` block."""
+    """One connection to a gateway. Not safe to share between threads; use it in a `with` block.
+
+    Raises:
+        ConfigError: the address is not HOST:PORT.
+    """
 
     def __init__(self, address: str) -> None:
+        if not is_address(address):
+            raise ConfigError(f"the gateway's address must be HOST:PORT, e.g. 127.0.0.1:50051, got {address!r}")
         self.address = address
         options = [
             ("grpc.max_send_message_length", _MESSAGE_BYTES_MAX),
@@ -73,11 +80,18 @@ class Client:
             with typed_rpc_errors():
                 yield
         except WorkerLostError as error:
-            if "failed to connect" in error.message:
-                raise WorkerLostError(
-                    f"nobody listens on {self.address}: start a cluster with `baton serve`, or name one with --addr"
-                ) from error
-            raise
+            raise WorkerLostError(_in_our_words(error.message, self.address), error.retry_after_s) from error
+
+
+def _in_our_words(message: str, address: str) -> str:
+    """Return what to say instead of gRPC's words for a gateway that cannot be spoken to; others are kept."""
+    if "Failed parsing HTTP/2" in message:
+        return f"what listens on {address} does not speak gRPC: --addr wants the gateway's gRPC port, not its HTTP port"
+    if message.startswith("errors resolving"):
+        return f"there is no host for {address}: name a gateway with --addr"
+    if "failed to connect" in message:
+        return f"nobody listens on {address}: start a cluster with `baton serve`, or name one with --addr"
+    return message
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import grpc.aio
 from baton_pb.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
 from common.chain_hash import probe
 from common.errors import BatonError
-from common.rpc import bind, open_channel, server_options
+from common.rpc import bind, make_server, open_channel
 from common.status import error_from_rpc, error_to_pb, rpc_errors_to_status
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -130,7 +130,7 @@ class FakeWorker:
         self._watches: set[_Watch] = set()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._prefills: set[asyncio.Task[None]] = set()
-        self._server = grpc.aio.server(options=server_options())
+        self._server = make_server()
 
     @classmethod
     async def start(

@@ -142,6 +142,23 @@ class HttpConfig(Node):
     """Most choices of one request: its prompts times n."""
 
 
+class RequestLimitsConfig(Node):
+    """What one request may hold, by whichever API it comes. One that holds more is refused, with both numbers."""
+
+    messages_max: Annotated[int, Field(gt=0, le=4096)] = 4096
+    """Messages of a chat."""
+    stop_strings_max: Annotated[int, Field(gt=0, le=16)] = 16
+    """Stop strings."""
+    logit_bias_max: Annotated[int, Field(gt=0, le=1024)] = 1024
+    """Entries of logit_bias."""
+    tools_max: Annotated[int, Field(gt=0, le=1024)] = 128
+    """Tools that a chat may offer."""
+    schema_bytes_max: Positive = 64 * 1024
+    """A JSON schema, regular expression or grammar, of the answer or of one tool's parameters; as UTF-8."""
+    schema_depth_max: Annotated[int, Field(gt=0, le=256)] = 32
+    """How deep a JSON schema's objects and lists may be nested."""
+
+
 class GatewayConfig(Node):
     """The clients' door."""
 
@@ -163,6 +180,16 @@ class GatewayConfig(Node):
     """How often a request is placed anew after its worker failed."""
     unread_tokens_max: Positive = 4096
     """Tokens of one request that wait for a client that does not read; beyond it the request is ended."""
+    metadata_bytes_max: Positive = 16 * 1024
+    """Largest headers of a gRPC call, all together."""
+    calls_max: Positive = 16_384
+    """Most gRPC calls at once, of all kinds; beyond it a call is refused with RESOURCE_EXHAUSTED."""
+    request_s: Seconds = 3600.0
+    """Longest life of a request; a client's own deadline may only be shorter."""
+    token_wait_s: Seconds = 600.0
+    """Longest wait for a request's next token, or for its first; then it ends with DEADLINE_EXCEEDED."""
+    request: RequestLimitsConfig = RequestLimitsConfig()
+    """What one request may hold."""
     http: HttpConfig = HttpConfig()
     """Limits of the OpenAI API."""
 
@@ -184,6 +211,14 @@ class SupervisorConfig(Node):
     """Health checks in a row without an answer after which a process is killed and replaced."""
     drain_timeout_s: Seconds = 120.0
     """How long a worker may finish its running requests at an orderly stop."""
+
+
+class SecurityConfig(Node):
+    """How the cluster's processes know each other. What clients show is the gateway's business."""
+
+    secret_file: Path | None = None
+    """Holds the secret that calls between router, workers and gateways carry; None: `baton serve` makes one for its
+    life and hands it to the processes that it starts."""
 
 
 class RayConfig(Node):
@@ -220,6 +255,8 @@ class ClusterConfig(Node):
     """The clients' door."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Keeping workers alive."""
+    security: SecurityConfig = SecurityConfig()
+    """How the cluster's processes know each other."""
     ray: RayConfig = RayConfig()
     """The Ray cluster below."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

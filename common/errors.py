@@ -58,6 +58,10 @@ class UnauthenticatedError(BatonError):
     """The caller did not show who it is, or showed a wrong secret."""
 
 
+class PermissionDeniedError(BatonError):
+    """The caller is known, and may not do this."""
+
+
 class WorkerLostError(BatonError):
     """The process that worked on this is gone or unreachable; another may succeed."""
 

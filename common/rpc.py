@@ -1,5 +1,6 @@
 """gRPC settings of all our processes: servers that do not mind quiet streams, channels that notice a lost peer."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +8,48 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from common import peers
 from common.errors import ConfigError
+from common.rpc_guard import Admit, Guard
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 """Largest message between our own processes: a snapshot of a million blocks has 18 MB."""
 
 Options = list[tuple[str, int]]
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%\w]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` is HOST:PORT, with a port that one can connect to. Whether the host exists is not looked up."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and 0 < int(found[2]) < 65536
+
+
+METADATA_BYTES_MAX = 16 * 1024
+"""Largest headers of a call between our own processes."""
+
+
+def make_server(
+    admit: Admit = peers.admit_peer,
+    message_bytes_max: int = MESSAGE_BYTES_MAX,
+    metadata_bytes_max: int = METADATA_BYTES_MAX,
+    calls_max: int | None = None,
+) -> grpc.aio.Server:
+    """Return a server whose calls are guarded, see rpc_guard.py.
+
+    Args:
+        admit: who may call; peers unless given.
+        message_bytes_max: a larger message ends its call with RESOURCE_EXHAUSTED.
+        metadata_bytes_max: as much for the headers of a call.
+        calls_max: calls at once beyond which the next one ends with RESOURCE_EXHAUSTED; None: no limit.
+    """
+    options = [*server_options(message_bytes_max), *_metadata_options(metadata_bytes_max)]
+    return grpc.aio.server(interceptors=[Guard(admit)], options=options, maximum_concurrent_rpcs=calls_max)
+
+
+def _metadata_options(most: int) -> Options:
+    # Between the two the core refuses at random; one number is clearer.
+    return [("grpc.max_metadata_size", most), ("grpc.absolute_max_metadata_size", most)]
 
 
 def server_options(message_bytes_max: int = MESSAGE_BYTES_MAX) -> Options:
@@ -60,7 +97,9 @@ def channel_options() -> Options:
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """Return a channel to one of our own processes."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+    secret = peers.current().secret
+    channel = grpc.aio.insecure_channel(address, options=channel_options())
+    return peers.PeerChannel(channel, secret) if secret else channel
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> str:

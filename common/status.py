@@ -28,6 +28,7 @@ CODES: dict[type[errors.BatonError], Codes] = {
     errors.CancelledRequestError: Codes(grpc.StatusCode.CANCELLED, 499),
     errors.MismatchError: Codes(grpc.StatusCode.FAILED_PRECONDITION, 409),
     errors.UnauthenticatedError: Codes(grpc.StatusCode.UNAUTHENTICATED, 401),
+    errors.PermissionDeniedError: Codes(grpc.StatusCode.PERMISSION_DENIED, 403),
     errors.WorkerLostError: Codes(grpc.StatusCode.UNAVAILABLE, 503),
     errors.TransferError: Codes(grpc.StatusCode.DATA_LOSS, 503),
     errors.ConfigError: Codes(grpc.StatusCode.ABORTED, 500),

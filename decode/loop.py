@@ -19,6 +19,7 @@ from common.errors import (
     OverloadedError,
 )
 from common.logs import log
+from common.rpc import is_address
 from common.status import error_to_pb
 from decode.landing import LandingRun
 from decode.prefill_calls import PrefillCalls
@@ -269,6 +270,8 @@ class DecodeLoop:
             return
         self._check(sequence)
         is_remote = request.HasField("prefill") and request.prefill.worker_id != self._worker_id
+        if is_remote and not is_address(request.prefill.address):
+            raise InvalidRequestError(f"prefill.address must be HOST:PORT, got {request.prefill.address!r}")
         stream = TokenStream(sequence, session, self._clock.now(), request.prefill if is_remote else None)
         if request.timeout_s:
             error = DeadlineError(f"the request's deadline passed, {request.timeout_s:.3f} s after it came here")

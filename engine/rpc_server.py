@@ -8,7 +8,7 @@ from typing import NamedTuple
 import grpc.aio
 
 from common.errors import DeadlineError
-from common.rpc import Health, bind, server_options
+from common.rpc import Health, bind, make_server
 
 
 class RpcServer(NamedTuple):
@@ -25,7 +25,7 @@ class RpcServer(NamedTuple):
         Raises:
             ConfigError: the address cannot be had.
         """
-        server = grpc.aio.server(options=server_options())
+        server = make_server()
         return cls(server, Health(server), bind(server, host, port))
 
     async def start(self) -> None:

@@ -9,9 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster import model_store
 from cluster.commands.report import Report
@@ -23,10 +20,11 @@ from cluster.model_store import ModelFolder
 from cluster.supervisor.fleet import MemberState, Phase, Role
 from cluster.supervisor.probe import HealthProber
 from cluster.supervisor.supervisor import Supervisor
-from common import logs
+from common import logs, peers
 from common.clock import MonotonicClock
 from common.config import ClusterConfig
 from common.errors import BatonError, DeadlineError
+from common.rpc import open_channel
 
 READY_WORD = "ready"
 _ROUTER_RETRY_S = 0.05
@@ -60,6 +58,8 @@ class _Serving:
         self._ready_file = ready_file
         self._report = report
         self._ray = RayCluster(config.ray)
+        self._peers = peers.load(config.security)
+        peers.set_up(self._peers)
         self._supervisor: Supervisor | None = None
         self._is_ready = False
         self._work: asyncio.Task[None] | None = None
@@ -143,7 +143,7 @@ class _Serving:
             self._report.doing(spec.member.name, f"starting {spec.member.name}")
         return Supervisor(
             [spec.member for spec in specs],
-            RayLauncher(self._ray, specs, self._config.log_level),
+            RayLauncher(self._ray, specs, self._config.log_level, self._peers),
             HealthProber(self._config.supervisor),
             self._config.supervisor,
             MonotonicClock(),
@@ -242,7 +242,7 @@ async def _either(running: "asyncio.Task[None]", ready: Any) -> None:
 
 async def _router_sees(address: str, names: set[str], timeout_s: float) -> None:
     """Wait until the router has shaken hands with all workers: before that a first request could be refused."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
         try:
             async with asyncio.timeout(timeout_s):

@@ -30,12 +30,12 @@ class _Ended:
 
 
 Streams = Sequence[AsyncGenerator[Delta, None]]
-Generate = Callable[[inference_pb2.GenerateRequest, str, float | None], AsyncGenerator[Delta, None]]
+Generate = Callable[[inference_pb2.GenerateRequest, str, float], AsyncGenerator[Delta, None]]
 """`Generator.generate`."""
 
 
 def choices_of(
-    generate: Generate, messages: Sequence[inference_pb2.GenerateRequest], request_id: str, timeout_s: float | None
+    generate: Generate, messages: Sequence[inference_pb2.GenerateRequest], request_id: str, timeout_s: float
 ) -> Streams:
     """Return the choices of one or several prompts; nothing runs yet.
 

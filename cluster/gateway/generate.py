@@ -1,5 +1,6 @@
 """The life of a request, as the gateway sees it. Both faces, gRPC and HTTP, call `Generator.generate`."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -8,7 +9,7 @@ from random import Random
 
 from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
 from cluster.gateway.counts import Counts
-from cluster.gateway.decode_client import DecodeClients, UnreadError
+from cluster.gateway.decode_client import DecodeClients, Outputs, SequenceStream, UnreadError
 from cluster.gateway.failures import Failures
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.progress import Delta, Progress
@@ -17,7 +18,7 @@ from cluster.gateway.router_client import Reservation, RouterClient, Wanted
 from cluster.gateway.tokenizing import Tokenizing
 from common.clock import Clock
 from common.config import GatewayConfig
-from common.errors import MismatchError, OverloadedError, WorkerLostError
+from common.errors import DeadlineError, MismatchError, OverloadedError, WorkerLostError
 from common.model_facts import ModelFacts
 from common.text import Text
 
@@ -64,14 +65,14 @@ class Generator:
         self._id = secrets.token_hex(4)
 
     async def generate(
-        self, message: inference_pb2.GenerateRequest, request_id: str, timeout_s: float | None
+        self, message: inference_pb2.GenerateRequest, request_id: str, timeout_s: float
     ) -> AsyncGenerator[Delta, None]:
         """Serve a request: check it, tokenize it, place it, relay its tokens. Closing the iterator cancels it.
 
         Args:
             message: what the client asks for.
             request_id: taken when the message has none.
-            timeout_s: what is left of its deadline, for the workers; None: no deadline. The caller keeps it here.
+            timeout_s: what is left of its deadline, for the workers. The caller keeps it here.
 
         Raises:
             InvalidRequestError, NotFoundError: the request is wrong, see request.py.
@@ -86,19 +87,24 @@ class Generator:
             progress = Progress(
                 request, prepared.token_ids, received_s, self._text, self._facts.eos_token_ids, self._clock
             )
-            deadline_s = None if timeout_s is None else received_s + timeout_s
+            deadline_s = received_s + timeout_s
             metrics = self._metrics.stream(received_s)
             async with aclosing(self._serve(prepared, progress, deadline_s)) as deltas:
                 async for delta in deltas:
                     metrics.took(delta)
                     yield delta
 
+    @property
+    def request_s(self) -> float:
+        """Longest life of a request."""
+        return self._config.request_s
+
     def limits(self) -> Limits:
         """Return what a request must keep to; the workers' window may be smaller than the model's."""
         known = self._router.facts
         window = self._facts.context_tokens if known is None else min(self._facts.context_tokens, known.context_tokens)
         longest = min(window - 1, self._config.prompt_tokens_max or window)
-        return Limits(self._model_id, window, self._facts.vocab_tokens, longest)
+        return Limits(self._model_id, window, self._facts.vocab_tokens, longest, self._config.request)
 
     async def _prepare(self, request: Request) -> _Prepared:
         """Tokenize a request and see that it fits."""
@@ -112,9 +118,7 @@ class Generator:
         sampling.max_tokens = check_window(len(token_ids), _max_tokens(request), self.limits())
         return _Prepared(request, token_ids, cluster.block_tokens, sampling)
 
-    async def _serve(
-        self, prepared: _Prepared, progress: Progress, deadline_s: float | None
-    ) -> AsyncGenerator[Delta, None]:
+    async def _serve(self, prepared: _Prepared, progress: Progress, deadline_s: float) -> AsyncGenerator[Delta, None]:
         """Place the request and relay its tokens; when a worker fails it, place it anew with the tokens it has so far.
 
         The client sees a pause: draws, penalties, stop rules and text go on as functions of the tokens alone.
@@ -138,7 +142,7 @@ class Generator:
                 reservation.release()
 
     async def _place(
-        self, prepared: _Prepared, progress: Progress, failures: Failures, deadline_s: float | None
+        self, prepared: _Prepared, progress: Progress, failures: Failures, deadline_s: float
     ) -> Reservation:
         """Ask the router for workers, other than those that failed."""
         token_ids = [*prepared.token_ids, *progress.token_ids]
@@ -163,7 +167,7 @@ class Generator:
                 raise
 
     async def _relay(
-        self, prepared: _Prepared, progress: Progress, reservation: Reservation, deadline_s: float | None
+        self, prepared: _Prepared, progress: Progress, reservation: Reservation, deadline_s: float
     ) -> AsyncGenerator[Delta, None]:
         """Start the sequence on its decode worker and hand out what comes, until its end."""
         placement = reservation.placement
@@ -171,7 +175,7 @@ class Generator:
         stream = self._workers.start(placement.decode_worker_id, placement.decode_address, start)
         try:
             while True:
-                tokens, summary = await stream.next()
+                tokens, summary = await self._next(stream)
                 if tokens:
                     reservation.first_token()
                 delta = progress.take(tokens)
@@ -187,12 +191,23 @@ class Generator:
         finally:
             stream.close()
 
+    async def _next(self, stream: SequenceStream) -> Outputs:
+        """Wait for the next tokens, but not for ever: a worker may live and yet do nothing."""
+        wait_s = self._config.token_wait_s
+        try:
+            async with asyncio.timeout(wait_s) as scope:
+                return await stream.next()
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise DeadlineError(f"no token came for {wait_s:g} s") from error
+
     def _start_request(
         self,
         prepared: _Prepared,
         progress: Progress,
         placement: router_pb2.WorkerPlacement,
-        deadline_s: float | None,
+        deadline_s: float,
     ) -> worker_pb2.StartRequest:
         """Return what the decode worker needs, under an id of our own: clients may give two requests one id."""
         self._count += 1
@@ -202,13 +217,13 @@ class Generator:
             num_prompt_tokens=len(prepared.token_ids),
             sampling=prepared.sampling,
             prefill=placement.prefill if placement.HasField("prefill") else None,
-            timeout_s=self._left_s(deadline_s) or 0.0,
+            timeout_s=self._left_s(deadline_s),
             prefix_holder=placement.prefix_holder if placement.HasField("prefix_holder") else None,
         )
 
-    def _left_s(self, deadline_s: float | None) -> float | None:
+    def _left_s(self, deadline_s: float) -> float:
         """Return what is left of a deadline, more than nothing."""
-        return None if deadline_s is None else max(1e-3, deadline_s - self._clock.now())
+        return max(1e-3, deadline_s - self._clock.now())
 
 
 def _max_tokens(request: Request) -> int | None:

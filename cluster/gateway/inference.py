@@ -2,8 +2,8 @@
 
 # ruff: noqa: N802 - the protocol's names
 
-import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,10 +14,11 @@ import grpc.aio
 
 from baton_pb.v1 import inference_pb2, inference_pb2_grpc
 from cluster.gateway.choices import Piece, choices_of, pieces_of
+from cluster.gateway.deadline import deadline
 from cluster.gateway.generate import Generator
 from cluster.gateway.request import TextPrompt, check_chat, check_model, check_text
 from cluster.gateway.tokenizing import Tokenizing
-from common.errors import BatonError, DeadlineError, InvalidRequestError
+from common.errors import BatonError, InvalidRequestError
 from common.logs import log
 from common.rich_status import path_in
 from common.status import rpc_errors_to_status
@@ -39,11 +40,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
         """Stream an answer. A client that leaves, or whose deadline passes, cancels it in every process."""
         request_id = request.request_id or f"req-{secrets.token_hex(8)}"
-        timeout_s = context.time_remaining()
+        timeout_s = min(context.time_remaining() or math.inf, self._generator.request_s)
         async with (
             rpc_errors_to_status(context, path_in(request)),
             _bugs_to_errors(request_id),
-            _deadline(timeout_s),
+            deadline(timeout_s),
             pieces_of(choices_of(self._generator.generate, [request], request_id, timeout_s)) as pieces,
         ):
             async for piece in pieces:
@@ -112,15 +113,6 @@ def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
         finished=delta.finished,
         choice=piece.index,
     )
-
-
-@asynccontextmanager
-async def _deadline(timeout_s: float | None) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise DeadlineError(f"the request's deadline passed, {timeout_s:.3f} s after it arrived") from error
 
 
 @asynccontextmanager

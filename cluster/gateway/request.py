@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.service_level import ORDINARY, ServiceLevel, level_from_pb
+from common.config import RequestLimitsConfig
 from common.errors import InvalidRequestError, NotFoundError
 
 # The workers' own limits (engine/sampling_params.py), known here so that a bad request ends at the door.
@@ -15,10 +16,12 @@ PENALTY_MAX = 100.0
 BIAS_MAX = 1000.0
 TEMPERATURE_MAX = 100.0
 STOP_STRINGS_MAX = 16
+"""The most that gateway.request.stop_strings_max may allow."""
 STOP_CHARACTERS_MAX = 256
 """Text may be held back so long, and each piece is searched for each of them."""
 REQUEST_ID_CHARACTERS_MAX = 128
 MESSAGES_MAX = 4096
+"""The most that gateway.request.messages_max may allow."""
 _CHARACTERS_PER_TOKEN_MAX = 256
 """No vocabulary has longer tokens in numbers that matter: a longer text cannot fit and is not worth tokenizing."""
 
@@ -32,6 +35,8 @@ class Limits:
     vocab_tokens: int
     prompt_tokens_max: int
     """At most the window less one: there must be room for a token."""
+    request: RequestLimitsConfig = field(default_factory=RequestLimitsConfig)
+    """What else one request may hold."""
 
     @property
     def prompt_characters_max(self) -> int:
@@ -97,7 +102,7 @@ def request_from_pb(
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(message.sampling)
     _check_sampling(sampling, limits)
-    stop = _check_stop(tuple(sampling.stop))
+    stop = _check_stop(tuple(sampling.stop), limits.request.stop_strings_max)
     sampling.ClearField("stop")
     if not sampling.HasField("seed"):
         sampling.seed = draw_seed()
@@ -140,8 +145,9 @@ def check_chat(messages: inference_pb2.ChatMessages, limits: Limits) -> ChatProm
     """
     if not messages.messages:
         raise InvalidRequestError("prompt is empty: chat has no messages")
-    if len(messages.messages) > MESSAGES_MAX:
-        raise InvalidRequestError(f"messages must be at most {MESSAGES_MAX}, got {len(messages.messages)}")
+    most = limits.request.messages_max
+    if len(messages.messages) > most:
+        raise InvalidRequestError(f"messages must have at most {most} entries, got {len(messages.messages)}")
     for number, message in enumerate(messages.messages):
         if not message.role:
             raise InvalidRequestError(f"messages[{number}].role is missing")
@@ -229,9 +235,9 @@ def _check_id(request_id: str) -> str:
     return request_id
 
 
-def _check_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
-    if len(stop) > STOP_STRINGS_MAX:
-        raise InvalidRequestError(f"stop must have at most {STOP_STRINGS_MAX} strings, got {len(stop)}")
+def _check_stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:
+    if len(stop) > most:
+        raise InvalidRequestError(f"stop must have at most {most} strings, got {len(stop)}")
     for number, text in enumerate(stop):
         if not 0 < len(text) <= STOP_CHARACTERS_MAX:
             raise InvalidRequestError(
@@ -263,8 +269,8 @@ def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits) -> None
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
     _check_range("presence_penalty", sampling.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
     _check_range("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
-    _check_ids("stop_token_ids", sampling.stop_token_ids, limits)
-    _check_ids("logit_bias", sampling.logit_bias, limits)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, limits, IDS_MAX)
+    _check_ids("logit_bias", sampling.logit_bias, limits, limits.request.logit_bias_max)
     for token_id, bias in sampling.logit_bias.items():
         _check_range(f"logit_bias[{token_id}]", bias, -BIAS_MAX, BIAS_MAX)
 
@@ -275,7 +281,7 @@ def _check_range(name: str, value: float, low: float, high: float, is_open: bool
         raise InvalidRequestError(f"{name} must be in {'(' if is_open else '['}{low:g}, {high:g}], got {value}")
 
 
-def _check_ids(name: str, token_ids: Collection[int], limits: Limits) -> None:
-    if len(token_ids) > IDS_MAX:
-        raise InvalidRequestError(f"{name} must have at most {IDS_MAX} entries, got {len(token_ids)}")
+def _check_ids(name: str, token_ids: Collection[int], limits: Limits, most: int) -> None:
+    if len(token_ids) > most:
+        raise InvalidRequestError(f"{name} must have at most {most} entries, got {len(token_ids)}")
     _check_vocabulary(name, token_ids, limits)

@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-import grpc
-import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -17,7 +16,6 @@ from cluster.gateway.decode_client import DecodeClients
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.app import HttpFace, Parts
 from cluster.gateway.inference import InferenceService
-from cluster.gateway.malformed import MalformedInterceptor
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
@@ -25,7 +23,7 @@ from common.clock import MonotonicClock
 from common.config import GatewayConfig
 from common.logs import log
 from common.model_facts import ModelFacts
-from common.rpc import Health, bind, server_options
+from common.rpc import Health, bind, make_server
 from common.text import Text
 
 _LOG = logging.getLogger(__name__)
@@ -66,9 +64,7 @@ class GatewayServer:
         )
         self._http = HttpFace(config.http, Parts(generator, self._tokenizing, text, self._router, self._metrics))
         self._inference = InferenceService(generator, self._tokenizing, text)
-        self._server = grpc.aio.server(
-            interceptors=[MalformedInterceptor()], options=server_options(config.message_bytes_max)
-        )
+        self._server = make_server(self._admit, config.message_bytes_max, config.metadata_bytes_max, config.calls_max)
         self._health = Health(self._server)
         self._router_session: asyncio.Task[None] | None = None
 
@@ -122,6 +118,9 @@ class GatewayServer:
         self.http_address = self._http.address
         addresses = {"address": self.grpc_address, "http": self.http_address}
         log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, **addresses)
+
+    async def _admit(self, method: str, metadata: Mapping[str, str]) -> None:
+        """Let everybody pass."""
 
     async def _router_changed(self, is_connected: bool) -> None:
         """Without a router the gateway lives, but its Inference service cannot serve."""

@@ -11,6 +11,7 @@ from cluster.launcher.service_actor import ServiceActor, Started
 from cluster.launcher.specs import ServiceSpec
 from cluster.supervisor.fleet import Launch, Place
 from common.errors import BatonError, WorkerLostError
+from common.peers import Peers
 
 _LOG = logging.getLogger(__name__)
 # The name of a killed actor is free again after some 5 ms; one that is still taken after this belongs to somebody else.
@@ -84,10 +85,11 @@ class RayLauncher:
     1.7 s later (measured) and the new process would have neither the old one's port nor a new name for its life.
     """
 
-    def __init__(self, cluster: RayCluster, specs: Sequence[ServiceSpec], log_level: str) -> None:
+    def __init__(self, cluster: RayCluster, specs: Sequence[ServiceSpec], log_level: str, peers: Peers) -> None:
         self._cluster = cluster
         self._specs = {spec.member.name: spec for spec in specs}
         self._log_level = log_level
+        self._peers = peers
 
     async def launch(self, launch: Launch) -> ActorProcess:
         """Create the actor and begin to start its service.
@@ -124,7 +126,7 @@ class RayLauncher:
             "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": dict(spec.environment)},
         }
-        return ray.remote(ServiceActor).options(**options).remote(spec.member.name, self._log_level)
+        return ray.remote(ServiceActor).options(**options).remote(spec.member.name, self._log_level, self._peers)
 
 
 async def _typed(reference: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from cluster.launcher import processes
-from common import logs
+from common import logs, peers
 
 
 class Started(NamedTuple):
@@ -46,9 +46,10 @@ class HostedService(Protocol):
 class ServiceActor:
     """Hosts one service. All methods run on the actor's own asyncio loop, which the service shares."""
 
-    def __init__(self, name: str, log_level: str) -> None:
+    def __init__(self, name: str, log_level: str, how: peers.Peers) -> None:
         processes.die_with_parent()
         logs.set_up(name, log_level)
+        peers.set_up(how)
         self._name = name
         self._service: HostedService | None = None
         self._stopped = asyncio.Event()

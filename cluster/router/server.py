@@ -19,7 +19,7 @@ from cluster.router.watcher import Watcher
 from common.config import RouterConfig
 from common.errors import InvalidRequestError
 from common.logs import log
-from common.rpc import Health, bind, server_options
+from common.rpc import Health, bind, make_server
 from common.status import rpc_errors_to_status
 
 _LOG = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class RouterServer:
             ConfigError: the port cannot be had.
         """
         service = RouterService(Router(POLICIES[config.policy](), Random()), heartbeat_s)
-        server = grpc.aio.server(options=server_options())
+        server = make_server()
         router_pb2_grpc.add_RouterServicer_to_server(service, server)
         health = Health(server)
         address = bind(server, host, port)

@@ -8,6 +8,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.config import SupervisorConfig
+from common.rpc import open_channel
 
 
 class Prober(Protocol):
@@ -29,7 +30,7 @@ class HealthProber:
     async def hung(self, address: str) -> str:
         """Return after `probe_misses_max` checks in a row without an answer; a slow process has that much time."""
         misses = 0
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with open_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while misses < self._misses_max:
                 await asyncio.sleep(self._interval_s)  # the period of the checks; nothing is waited for

@@ -8,6 +8,7 @@ import grpc.aio
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from cluster.supervisor.fleet import Member, Place, Publish, Role
+from common.rpc import open_channel
 
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0
@@ -53,7 +54,7 @@ class Publisher:
             self._changed.clear()
             publish = self._newest
             assert publish is not None
-            async with grpc.aio.insecure_channel(publish.router_address) as channel:
+            async with open_channel(publish.router_address) as channel:
                 await self._send(router_pb2_grpc.RouterStub(channel), publish)
 
     async def _send(self, stub: "router_pb2_grpc.RouterAsyncStub", publish: Publish) -> None:

@@ -1,9 +1,11 @@
 """The command line ends every operating error in one clear line and a non-zero code, and its JSON has all its keys."""
 
+import http.server
 import json
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -12,6 +14,8 @@ import grpc
 import pytest
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, router_pb2, worker_pb2
+from cluster.client import Client
+from common.errors import ConfigError
 
 LIMIT_S = 60.0
 
@@ -143,6 +147,26 @@ def test_nobody_there_is_one_line() -> None:
     assert done.stderr == (
         f"baton: nobody listens on {address}: start a cluster with `baton serve`, or name one with --addr\n"
     )
+
+
+def test_a_port_that_speaks_http_is_told_from_one_where_nobody_listens() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{listening.server_port}"
+
+        done = baton("generate", "hello", "--addr", address)
+
+        listening.shutdown()
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"baton: what listens on {address} does not speak gRPC")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "here", "here:", "here:http", "here:0", "here:99999", "a b:1", "http://here:1"]
+)
+def test_an_address_that_is_none_is_refused_in_our_words(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the gateway's address must be HOST:PORT, e\.g\. 127\.0\.0\.1:50051, "):
+        Client(address)
 
 
 @pytest.mark.parametrize(

@@ -625,3 +625,18 @@ def test_an_unreachable_prefill_worker_is_a_lost_worker() -> None:
                 assert isinstance(answer.error, BatonError)
 
     asyncio.run(main())
+
+
+def test_an_address_that_is_none_is_the_callers_mistake() -> None:
+    async def main() -> None:
+        async with serving() as bench:
+            decode = await bench.decode()
+            async with Gateway(decode.address) as gateway:
+                for number, address in enumerate(["", "here", "a b:1", "here:0", "x:y:z"]):
+                    target = worker_pb2.PrefillTarget(worker_id="nobody", address=address)
+                    answer = await gateway.ask(f"r{number}", PROMPT, target)
+
+                    assert isinstance(answer.error, InvalidRequestError)
+                    assert "prefill.address" in answer.error.message
+
+    asyncio.run(main())

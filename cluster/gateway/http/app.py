@@ -10,6 +10,7 @@ import pydantic
 
 from baton_pb.v1 import inference_pb2, worker_pb2
 from cluster.gateway.choices import Streams, choices_of
+from cluster.gateway.deadline import deadline
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.answer import Answer
 from cluster.gateway.http.chat import ChatForm, ChatRequest
@@ -104,7 +105,8 @@ class HttpFace:
         try:
             if hosting.num_connections > self._config.connections_max:
                 raise WorkerLostError(f"{hosting.num_connections - 1} connections are open, the most that may be")
-            await self._endpoint(exchange)(exchange)
+            async with deadline(self._parts.generator.request_s):
+                await self._endpoint(exchange)(exchange)
         except CancelledRequestError:
             raise
         except asyncio.CancelledError:
@@ -153,7 +155,9 @@ class HttpFace:
         await Answer(exchange, asked, form, model_id).serve(streams)
 
     def _streams(self, exchange: Exchange, *messages: inference_pb2.GenerateRequest) -> Streams:
-        return choices_of(self._parts.generator.generate, messages, exchange.request_id, None)
+        return choices_of(
+            self._parts.generator.generate, messages, exchange.request_id, self._parts.generator.request_s
+        )
 
     def _check_choices(self, count: int) -> None:
         if count > self._config.choices_max:

@@ -14,6 +14,7 @@ from common.status import codes_of
 _TYPES: dict[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
     429: "rate_limit_error",

@@ -82,7 +82,9 @@ def test_a_sampling_field_out_of_range_is_named(sampling: dict[str, Any], words:
         pytest.param(chat(), "chat has no messages", id="no messages"),
         pytest.param(chat(("system", ""), ("user", "")), "no chat message has any content", id="nothing said"),
         pytest.param(chat(("user", "a"), ("", "b")), r"messages\[1\].role is missing", id="no role"),
-        pytest.param(chat(*[("user", "x")] * 4097), "messages must be at most 4096, got 4097", id="many messages"),
+        pytest.param(
+            chat(*[("user", "x")] * 4097), "messages must have at most 4096 entries, got 4097", id="many messages"
+        ),
         pytest.param(
             inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 320])),
             "token_ids must be below 320, got 320",

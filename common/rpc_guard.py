@@ -1,0 +1,98 @@
+"""What stands before every call to one of our servers: who calls, whether its bytes are a message, how it may fail.
+
+A call that is refused, and one whose message cannot be read, ends in an error of ours: nobody writes a traceback about
+what a client did.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from common.errors import InvalidRequestError
+from common.status import rpc_errors_to_status
+
+Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
+"""Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
+
+
+class _Malformed:
+    """Stands for a message that could not be read."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Wraps the calls of one server. All values are Any: gRPC's handlers are untyped."""
+
+    def __init__(self, admit: Admit) -> None:
+        self._admit = admit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the call's handler, behind the guard."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        details: Any = handler_call_details  # the stubs lack its fields
+        metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
+
+        async def admit() -> None:
+            await self._admit(details.method, metadata)
+
+        return _guarded(handler, admit)
+
+
+def _guarded(handler: Any, admit: Callable[[], Awaitable[None]]) -> Any:
+    read = None if handler.request_deserializer is None else _tolerant(handler.request_deserializer)
+    check = _checked_all if handler.request_streaming else _checked
+    match handler.request_streaming, handler.response_streaming:
+        case False, False:
+            make, serve = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        case False, True:
+            make, serve = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+        case True, False:
+            make, serve = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+        case _:
+            make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+
+    async def guarded(request: Any, context: Any) -> Any:
+        async with rpc_errors_to_status(context):
+            await admit()
+            result = serve(check(request), context)
+            if not hasattr(result, "__aiter__"):
+                return await result
+            async with aclosing(result):
+                async for response in result:
+                    await context.write(response)
+        return None
+
+    return make(guarded, read, handler.response_serializer)
+
+
+def _tolerant(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read_or_mark(data: bytes) -> Any:
+        try:
+            return read(data)
+        except (DecodeError, UnicodeDecodeError) as error:
+            return _Malformed(str(error))
+
+    return read_or_mark
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidRequestError(f"the request is no valid message (text must be UTF-8): {request.reason}")
+    return request
+
+
+async def _checked_all(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
