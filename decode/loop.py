@@ -152,6 +152,9 @@ class DecodeLoop:
         for (stream, _), chunk, output in zip(self._planned, batch, outputs, strict=True):
             if stream.phase is Phase.ENDED:
                 continue
+            if output is not None and output.error is not None:
+                self.fail(stream, output.error)
+                continue
             self._engine.complete(chunk, output)
             if output is not None:
                 self._take_token(stream, output.to_pb())
@@ -284,6 +287,8 @@ class DecodeLoop:
         self._scheduler.add(stream)
         if request.HasField("prefix_holder"):
             self._bring_prefix(stream, request.prefix_holder)
+        if not sequence.is_ready:
+            self.runner.spawn(self._prepare(stream), f"grammar-{stream.request_id}")
         self._admit()
         self.runner.wake()
         self._changed()
@@ -301,6 +306,15 @@ class DecodeLoop:
         finally:
             stream.loading = None
             self.pool_changed()
+
+    async def _prepare(self, stream: TokenStream) -> None:
+        """Let the stream's grammar be compiled; meanwhile its prompt may land, but no step computes it."""
+        try:
+            await self._engine.prepare(stream.sequence)
+        except BatonError as error:
+            self.fail(stream, error)
+        else:
+            self.runner.wake()
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what can never be served, then what finds no place in the queue."""

@@ -113,12 +113,13 @@ class DecodeScheduler:
         preempted: list[TokenStream] = []
         for stream in list(self.running):
             is_decoding = stream.phase is Phase.RUNNING and stream.sequence.num_uncomputed == 1
+            is_decoding = is_decoding and stream.sequence.is_ready
             if is_decoding and self._grow(stream, preempted):
                 chunks.append(PlannedChunk(stream, 1))
         budget = self._token_budget - len(chunks)
         for stream in self.running:
             num_tokens = min(budget, stream.sequence.num_uncomputed)
-            if stream.sequence.num_uncomputed > 1 and num_tokens > 0:
+            if stream.sequence.num_uncomputed > 1 and num_tokens > 0 and stream.sequence.is_ready:
                 chunks.append(PlannedChunk(stream, num_tokens))
                 budget -= num_tokens
         return StepPlan(chunks, preempted)

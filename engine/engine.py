@@ -11,6 +11,7 @@ from baton_pb.v1 import common_pb2, worker_pb2
 from common.config import EngineConfig
 from common.errors import InvalidRequestError
 from engine.block_pool import BlockPool
+from engine.grammar import Grammars
 from engine.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -44,7 +45,7 @@ class Engine:
     the loop's compute thread; meanwhile the loop must leave the scheduled sequences and their blocks alone.
     """
 
-    def __init__(self, runner: Runner, kv: KVCache, facts: Limits) -> None:
+    def __init__(self, runner: Runner, kv: KVCache, facts: Limits, grammars: Grammars | None = None) -> None:
         self.kv = kv
         self.layout: BlockLayout = kv.layout
         self.pool = BlockPool(kv.num_blocks)
@@ -52,6 +53,7 @@ class Engine:
         self.vocab_tokens = facts.vocab_tokens
         self.eos_token_ids = facts.eos_token_ids
         self._runner = runner
+        self._grammars = grammars
 
     @classmethod
     def load(cls, model_dir: Path, config: EngineConfig, model_id: str) -> "Engine":
@@ -94,6 +96,19 @@ class Engine:
             request.cache_salt,
         )
 
+    async def prepare(self, sequence: Sequence) -> None:
+        """Compile a sequence's constraint, if it has one; then it `is_ready`.
+
+        Raises:
+            InvalidRequestError: it cannot be obeyed.
+            OverloadedError: too many wait for the same.
+        """
+        if not sequence.is_ready:
+            assert sequence.sampling.constraint is not None
+            if self._grammars is None:
+                raise InvalidRequestError("grammar is not possible: this model has no tokenizer.json or no stop token")
+            sequence.matcher = await self._grammars.matcher(sequence.sampling.constraint)
+
     def check_request(self, token_ids: Seq[int], sampling: SamplingParams) -> None:
         """Refuse a request that this engine could never serve.
 
@@ -125,7 +140,7 @@ class Engine:
         the chunks.
 
         Returns:
-            For each chunk the sampled token if it reaches the end of its sequence's tokens, else None.
+            For each chunk the sampled token (or its `error`) if it reaches the end of its sequence's tokens, else None.
         """
         for sequence, num_tokens in batch:
             end = sequence.num_computed + num_tokens
@@ -137,6 +152,7 @@ class Engine:
         """Apply a step's result to its sequence: KV is there, full blocks are findable, the token is appended."""
         sequence = chunk.sequence
         assert (output is not None) == chunk.reaches_end
+        assert output is None or output.error is None, "the sequence ends with an error instead"
         self.advance(sequence, sequence.num_computed + chunk.num_tokens)
         if output is not None:
             sequence.append(output.token_id, self.layout.block_tokens)
@@ -154,7 +170,10 @@ class Engine:
         sampling, num_output = sequence.sampling, sequence.num_output_tokens
         if num_output == 0:
             return None
-        if num_output >= sampling.min_tokens and sequence.token_ids[-1] in self.stop_ids(sampling):
+        last = sequence.token_ids[-1]
+        # A grammar allows the model's own stop tokens only where it is complete, and then there may be nothing else.
+        is_complete = sampling.constraint is not None and last in self.eos_token_ids
+        if is_complete or (num_output >= sampling.min_tokens and last in self.stop_ids(sampling)):
             return common_pb2.FINISH_REASON_STOP
         is_long = sampling.max_tokens is not None and num_output >= sampling.max_tokens
         if is_long or sequence.num_tokens >= self.context_tokens:
@@ -167,5 +186,7 @@ class Engine:
 
     def close(self) -> None:
         """Give back weights and pool memory; no step may run any more. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._runner.close()
         self.kv.close()

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.engine import Engine
+from engine.grammar import Grammars, masks_of
 from engine.kv_cache import KVCache
 from engine.sequence import Sequence
 from engine.step import Limits, ScheduledChunk, TokenOutput
@@ -70,6 +71,7 @@ class FakeEngine(Engine):
         step_s: float = 0.0,
         on_step: Callable[[Seq[ScheduledChunk]], None] | None = None,
         model_id: str = "fake",
+        grammars: Grammars | None = None,
     ) -> None:
         """Make the pool.
 
@@ -82,10 +84,11 @@ class FakeEngine(Engine):
             step_s: seconds that each step pretends to compute.
             on_step: called on the compute thread when a step begins; may block or raise.
             model_id: in the layout.
+            grammars: of a tokenizer with `vocab_tokens` tokens, to obey constraints.
         """
         kv = KVCache(fake_layout(block_tokens, model_id), num_blocks)
         runner = _FakeRunner(kv, vocab_tokens, step_s, on_step)
-        super().__init__(runner, kv, Limits(context_tokens, vocab_tokens, eos_token_ids))
+        super().__init__(runner, kv, Limits(context_tokens, vocab_tokens, eos_token_ids), grammars)
         self._fake = runner
 
     @property
@@ -181,6 +184,12 @@ class _FakeRunner:
         sampling = sequence.sampling
         seed = None if sampling.is_greedy else sampling.seed
         token_id = _choose(state, seed, sequence.num_output_tokens, self._vocab_tokens)
+        masks = masks_of([sequence], self._vocab_tokens)
+        if masks.failed:
+            return TokenOutput(0, None, [], masks.failed[0])
+        if masks.rows:  # the nearest allowed token, counting up and around
+            allowed = np.flatnonzero(masks.allowed[0])
+            token_id = int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
         if sampling.logprobs is None:
             return TokenOutput(token_id, None, [])
         top = [((token_id + i) % self._vocab_tokens, -0.5 - i) for i in range(sampling.logprobs)]

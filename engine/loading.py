@@ -8,6 +8,7 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import log
 from engine.backend import BackendFacts, load_backend
+from engine.grammar import Grammars
 from engine.kv_cache import KVCache, blocks_within
 from engine.model_runner import ModelRunner
 from engine.step import Limits
@@ -22,6 +23,7 @@ class Loaded(NamedTuple):
     runner: ModelRunner
     kv: KVCache
     limits: Limits
+    grammars: Grammars | None
 
 
 def load_runner(model_dir: Path, config: EngineConfig, model_id: str) -> Loaded:
@@ -40,6 +42,7 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str) -> Loaded:
         )
         kv = KVCache(layout, config.pool_blocks or blocks_within(layout, config.pool_mib))
         runner = ModelRunner(name, backend, kv, config.threads)
+        grammars = Grammars.load(model_dir, facts.vocab_tokens, facts.eos_token_ids)
     except BaseException:
         backend.close()
         raise
@@ -54,7 +57,7 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str) -> Loaded:
         blocks=kv.num_blocks,
         block_bytes=layout.block_bytes,
     )
-    return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids))
+    return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids), grammars)
 
 
 def _context_tokens(facts: BackendFacts, config: EngineConfig) -> int:

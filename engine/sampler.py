@@ -1,6 +1,7 @@
 """Logits -> token ids, for a whole batch at once. A row's result depends on that row alone.
 
-Order, as in vLLM: bias and suppressed stop tokens, penalties, temperature, min_p, top_k, top_p, one uniform draw.
+Order, as in vLLM but for the grammar: bias and suppressed stop tokens, penalties, grammar, temperature, min_p, top_k,
+top_p, one uniform draw.
 Randomness is a function of (seed, position in the output) and nothing else, so a sequence that moves to another worker
 goes on with the same draws.
 """
@@ -9,6 +10,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from engine.grammar import masks_of
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import TokenOutput
@@ -35,14 +37,23 @@ class Sampler:
         logprobs = logits.log_softmax(-1) if any(count is not None for count in asked) else None
         rules = [sequence.sampling for sequence in sequences]
         self._shift(logits, sequences)
+        # After all that shifts logits, so that nothing brings back what a grammar excludes.
+        masks = masks_of(sequences, logits.shape[1])
+        if masks.rows:
+            excluded = torch.from_numpy(~masks.allowed).to(logits.device)
+            logits[masks.rows] = logits[masks.rows].masked_fill_(excluded, -torch.inf)
         chosen = logits.argmax(-1)
         random_rows = [row for row, params in enumerate(rules) if not params.is_greedy]
         if random_rows:
             uniforms = [uniform(rules[row].seed, sequences[row].num_output_tokens) for row in random_rows]
             chosen[random_rows] = draw(logits[random_rows], [rules[row] for row in random_rows], uniforms)
         if logprobs is None:
-            return [TokenOutput(token_id, None, []) for token_id in chosen.tolist()]
-        return _with_logprobs(chosen, logprobs, asked)
+            tokens = [TokenOutput(token_id, None, []) for token_id in chosen.tolist()]
+        else:
+            tokens = _with_logprobs(chosen, logprobs, asked)
+        for row, error in masks.failed.items():
+            tokens[row] = TokenOutput(0, None, [], error)
+        return tokens
 
     def _shift(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Apply bias, min_tokens and penalties in place, to the rows that have them."""

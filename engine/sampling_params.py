@@ -42,6 +42,8 @@ class SamplingParams:
     logprobs: int | None = None
     min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    constraint: str | None = None
+    """A grammar that the output must obey, see common/grammar.py."""
 
     @property
     def is_greedy(self) -> bool:
@@ -79,6 +81,10 @@ class SamplingParams:
         if logprobs is not None and logprobs > LOGPROBS_MAX:
             raise InvalidRequestError(f"logprobs must be at most {LOGPROBS_MAX}, got {logprobs}")
         temperature = params.temperature if params.HasField("temperature") else 1.0
+        if params.HasField("grammar"):
+            raise InvalidRequestError("grammar must be a constraint when it comes to a worker: the gateway makes it")
+        if params.constraint and params.ignore_eos:
+            raise InvalidRequestError("ignore_eos has no meaning with a grammar, which ends the output by itself")
         return cls(
             max_tokens=max_tokens,
             temperature=_within("temperature", temperature, 0.0, TEMPERATURE_MAX),
@@ -94,6 +100,7 @@ class SamplingParams:
             logprobs=logprobs,
             min_tokens=params.min_tokens,
             logit_bias=_bias(params.logit_bias, vocab_tokens),
+            constraint=params.constraint or None,
         )
 
     def to_pb(self) -> common_pb2.SamplingParams:
@@ -113,6 +120,7 @@ class SamplingParams:
             logprobs=self.logprobs,
             min_tokens=self.min_tokens,
             logit_bias=dict(self.logit_bias),
+            constraint=self.constraint or "",
         )
 
 

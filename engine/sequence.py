@@ -3,11 +3,24 @@
 No torch here: the loops and their schedulers work on sequences without a model.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.chain_hash import chain_hashes, extend_chain, root_hash
 from common.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
+
+
+class TokenMatcher(Protocol):
+    """Says which tokens may come next in one sequence. Used by the step alone."""
+
+    def allowed(self, output: Seq[int]) -> NDArray[np.int32]:
+        """Return which tokens may follow all tokens of the output so far; see engine.grammar.Matcher."""
+        ...
 
 
 @dataclass(slots=True)
@@ -34,6 +47,8 @@ class Sequence:
     num_cached: int = 0
     """Leading prompt tokens that were found in the prefix cache."""
     cache_salt: bytes = b""
+    matcher: TokenMatcher | None = None
+    """Of its constraint, once that is compiled."""
 
     @classmethod
     def start(
@@ -74,6 +89,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far, here or elsewhere."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step may compute it: a constraint must be compiled first."""
+        return self.sampling.constraint is None or self.matcher is not None
 
     @property
     def num_uncomputed(self) -> int:

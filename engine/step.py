@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from baton_pb.v1 import common_pb2
+from common.errors import BatonError
 from engine.sequence import Sequence
 
 
@@ -24,6 +25,8 @@ class TokenOutput(NamedTuple):
     token_id: int
     logprob: float | None
     top: list[tuple[int, float]]
+    error: BatonError | None = None
+    """No token could be chosen, and the sequence must end with this; the rest means nothing."""
 
     def to_pb(self) -> common_pb2.SampledToken:
         """Encode it for a message."""

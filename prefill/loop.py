@@ -165,6 +165,9 @@ class PrefillLoop:
         for job, chunk, output in zip(self._planned, batch, outputs, strict=True):
             if job.prefilled.done():
                 continue  # withdrawn while the step ran
+            if output is not None and output.error is not None:
+                job.owner.fail(output.error)
+                continue
             self._engine.complete(chunk, output)
             self._counters["prefilled_tokens_total"] += chunk.num_tokens
             self._tell_final(job)

@@ -46,6 +46,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         """Prefill the prompt, send its first token, then wait for the push to be confirmed."""
         async with rpc_errors_to_status(context), deadline(request.timeout_s):
             sequence = self._engine.sequence_from_pb(request)
+            await self._engine.prepare(sequence)
             holder = request.prefix_holder if request.HasField("prefix_holder") else None
             handoff = Handoff(self._loop, self._endpoint, sequence, request.ticket, holder)
             try:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton_pb/v1/common.proto\x12\x08\x62\x61ton.v1\"=\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x88\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x15\n\x08logprobs\x18\r \x01(\rH\x05\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12;\n\nlogit_bias\x18\x0f \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\"g\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprobB\n\n\x08_logprob\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xa1\x01\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x05 \x01(\x01\x12\x13\n\x06tpot_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x42\t\n\x07_tpot_s\"~\n\tPlacement\x12\x1e\n\x11prefill_worker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\tB\x14\n\x12_prefill_worker_id*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x11\n\rPRIORITY_HIGH\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x10\n\x0cPRIORITY_LOW\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton_pb/v1/common.proto\x12\x08\x62\x61ton.v1\"=\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\xd1\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x15\n\x08logprobs\x18\r \x01(\rH\x05\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12;\n\nlogit_bias\x18\x0f \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\'\n\x07grammar\x18\x10 \x01(\x0b\x32\x11.baton.v1.GrammarH\x06\x88\x01\x01\x12\x12\n\nconstraint\x18\x11 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\n\n\x08_grammar\"\x9e\x01\n\x07Grammar\x12+\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x14.baton.v1.JsonObjectH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.baton.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x0c\n\nJsonObject\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\"g\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprobB\n\n\x08_logprob\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xa1\x01\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x05 \x01(\x01\x12\x13\n\x06tpot_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x42\t\n\x07_tpot_s\"~\n\tPlacement\x12\x1e\n\x11prefill_worker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\tB\x14\n\x12_prefill_worker_id*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x11\n\rPRIORITY_HIGH\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x10\n\x0cPRIORITY_LOW\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_PRIORITY']._serialized_start=1164
-  _globals['_PRIORITY']._serialized_end=1258
-  _globals['_FINISHREASON']._serialized_start=1260
-  _globals['_FINISHREASON']._serialized_end=1384
+  _globals['_PRIORITY']._serialized_start=1438
+  _globals['_PRIORITY']._serialized_end=1532
+  _globals['_FINISHREASON']._serialized_start=1534
+  _globals['_FINISHREASON']._serialized_end=1658
   _globals['_ERROR']._serialized_start=38
   _globals['_ERROR']._serialized_end=99
   _globals['_SAMPLINGPARAMS']._serialized_start=102
-  _globals['_SAMPLINGPARAMS']._serialized_end=622
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=488
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=536
-  _globals['_TOKENLOGPROB']._serialized_start=624
-  _globals['_TOKENLOGPROB']._serialized_end=687
-  _globals['_SAMPLEDTOKEN']._serialized_start=689
-  _globals['_SAMPLEDTOKEN']._serialized_end=792
-  _globals['_USAGE']._serialized_start=794
-  _globals['_USAGE']._serialized_end=870
-  _globals['_TIMING']._serialized_start=873
-  _globals['_TIMING']._serialized_end=1034
-  _globals['_PLACEMENT']._serialized_start=1036
-  _globals['_PLACEMENT']._serialized_end=1162
+  _globals['_SAMPLINGPARAMS']._serialized_end=695
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=549
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=597
+  _globals['_GRAMMAR']._serialized_start=698
+  _globals['_GRAMMAR']._serialized_end=856
+  _globals['_JSONOBJECT']._serialized_start=858
+  _globals['_JSONOBJECT']._serialized_end=870
+  _globals['_CHOICES']._serialized_start=872
+  _globals['_CHOICES']._serialized_end=896
+  _globals['_TOKENLOGPROB']._serialized_start=898
+  _globals['_TOKENLOGPROB']._serialized_end=961
+  _globals['_SAMPLEDTOKEN']._serialized_start=963
+  _globals['_SAMPLEDTOKEN']._serialized_end=1066
+  _globals['_USAGE']._serialized_start=1068
+  _globals['_USAGE']._serialized_end=1144
+  _globals['_TIMING']._serialized_start=1147
+  _globals['_TIMING']._serialized_end=1308
+  _globals['_PLACEMENT']._serialized_start=1310
+  _globals['_PLACEMENT']._serialized_end=1436
 # @@protoc_insertion_point(module_scope)

@@ -15,6 +15,7 @@ from common.errors import BatonError
 from common.status import error_from_pb
 from decode.worker import DecodeWorker
 from engine.fake import FakeEngine
+from engine.grammar import Grammars
 from engine.step import ScheduledChunk
 from kvtransfer.fake import FakeNetwork
 from prefill.worker import PrefillWorker
@@ -179,11 +180,13 @@ class Bench:
         self.network = FakeNetwork()
         self.workers: list[PrefillWorker | DecodeWorker] = []
         self.crashed: set[str] = set()
+        self.grammars: Callable[[], Grammars] | None = None
+        """Of a tokenizer whose token 0 ends outputs: workers made from now on obey grammars."""
 
     async def prefill(
         self, worker_id: str = "prefill-0", num_blocks: int = 64, on_step: Any = None, **config: Any
     ) -> PrefillWorker:
-        engine = FakeEngine(num_blocks=num_blocks, on_step=on_step)
+        engine = self._engine(num_blocks=num_blocks, on_step=on_step)
         endpoint = self.network.endpoint(worker_id, engine.kv)  # type: ignore[arg-type]  # it needs a BlockStore only
         worker = PrefillWorker(worker_id, "127.0.0.1", engine, endpoint, PrefillConfig(**config), 0.5)
         self.workers.append(worker)
@@ -199,12 +202,17 @@ class Bench:
         is_colocated: bool = False,
         **config: Any,
     ) -> DecodeWorker:
-        engine = FakeEngine(num_blocks=num_blocks, on_step=on_step, step_s=step_s)
+        engine = self._engine(num_blocks=num_blocks, on_step=on_step, step_s=step_s)
         endpoint = self.network.endpoint(worker_id, engine.kv)  # type: ignore[arg-type]  # it needs a BlockStore only
         worker = DecodeWorker(worker_id, "127.0.0.1", engine, endpoint, DecodeConfig(**config), 0.5, is_colocated)
         self.workers.append(worker)
         await worker.serve()
         return worker
+
+    def _engine(self, **options: Any) -> FakeEngine:
+        if self.grammars is None:
+            return FakeEngine(**options)
+        return FakeEngine(**options, eos_token_ids=frozenset({0}), grammars=self.grammars())
 
     async def at_rest(self) -> None:
         """Wait until no worker has a request, a used block or a transfer; each within the limit."""

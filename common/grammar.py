@@ -1,0 +1,224 @@
+"""What an output must look like, in one form for all workers: a client's Grammar -> a constraint, checked and bounded.
+
+A constraint is a list of grammars in llguidance's JSON: the first is Lark text, which names the others as `@name`. The
+workers compile it against their tokenizer (engine/grammar.py); here it is checked without one, so that a client hears
+at once which part of its schema cannot be obeyed.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import llguidance
+from llguidance import gbnf_to_lark
+
+from baton_pb.v1 import common_pb2
+from common.errors import InvalidRequestError
+
+Json = dict[str, Any]
+
+DEPTH_MAX = 64
+"""Levels of a schema."""
+CHOICES_MAX = 2048
+_WHITESPACE = r"( |\n[ \t]{0,32})?"
+"""Between the parts of JSON: enough for what models write, and bounded, or a model could write nothing else."""
+_LEXER_STATES_MAX = 20_000
+"""For each sequence, 1 to 2 KB each. JSON needs hundreds; a regular expression that needs more ends its request."""
+_GRAMMAR_SYMBOLS_MAX = 200_000
+
+_UNKNOWN_KEY = re.compile(r'Unimplemented keys: \["([^"]*)"\]')
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A grammar: Lark rules with a `start`, and the grammars that they name as `@name`."""
+
+    lark: str
+    nested: Mapping[str, Json] = field(default_factory=dict)
+    """Each with `json_schema` or `lark_grammar`."""
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    """Return what bounds a grammar's time and memory, in compiling and for each token."""
+    return llguidance.LLParserLimits(
+        max_lexer_states=_LEXER_STATES_MAX, max_grammar_size=_GRAMMAR_SYMBOLS_MAX, verbose_errors=False
+    )
+
+
+def form_of(grammar: common_pb2.Grammar, bytes_max: int) -> Form:
+    """Check a client's grammar and return it.
+
+    Args:
+        grammar: from the client.
+        bytes_max: longest text that it may have.
+
+    Raises:
+        InvalidRequestError: too large, not valid, or with a part that cannot be obeyed; the message begins with the
+            field's path.
+    """
+    if grammar.ByteSize() > bytes_max:
+        raise InvalidRequestError(f"grammar must have at most {bytes_max} bytes, got {grammar.ByteSize()}")
+    match grammar.WhichOneof("form"):
+        case "json_object":
+            return json_form({"type": "object"}, "grammar.json_object")
+        case "json_schema":
+            return json_form(_parsed(grammar.json_schema, "grammar.json_schema"), "grammar.json_schema")
+        case "regex":
+            return _checked(_lark_of(llguidance.LLMatcher.grammar_from_regex(grammar.regex)), "grammar.regex")
+        case "choice":
+            return _checked(_choice(grammar.choice.texts), "grammar.choice")
+        case "grammar":
+            return _checked(_free(grammar.grammar), "grammar.grammar")
+        case None:
+            raise InvalidRequestError("grammar has no form: set json_schema, json_object, regex, choice or grammar")
+
+
+def json_form(schema: Json, path: str) -> Form:
+    """Return the grammar of JSON that a schema accepts.
+
+    Args:
+        schema: JSON schema, draft 2020-12.
+        path: of the schema in the request, for errors.
+
+    Raises:
+        InvalidRequestError: naming the part of the schema that cannot be obeyed.
+    """
+    _check_depth(schema, path, DEPTH_MAX)
+    form = Form("start: @json", {"json": {"json_schema": _with_options(schema)}})
+    trouble = _trouble(form)
+    if trouble:
+        where = _located(schema, schema)
+        inner = _trouble_of_schema(where.schema, schema) or trouble
+        if found := _UNKNOWN_KEY.fullmatch(inner):
+            raise InvalidRequestError(f"{path}{where.path}.{found[1]} is not supported")
+        raise InvalidRequestError(f"{path}{where.path} is not supported: {inner}")
+    return form
+
+
+def constraint_of(form: Form) -> str:
+    """Return what workers obey, as SamplingParams.constraint."""
+    nested = [{"name": name, **grammar} for name, grammar in form.nested.items()]
+    return json.dumps({"grammars": [{"lark_grammar": form.lark}, *nested]}, ensure_ascii=False)
+
+
+def after_thinking(form: Form, opening: str, closing: str, is_open: bool) -> Form:
+    """Return a grammar that lets the model think before it answers.
+
+    Args:
+        form: of the answer.
+        opening: how thinking begins, in Lark: a quoted text or a special token's name.
+        closing: how it ends, as plain text.
+        is_open: whether the prompt ends inside the thinking, so that it goes on; otherwise it may be left out.
+    """
+    thought = f"thought[suffix={quoted(closing)}]: /(?s:.*)/\ngap: /\\s{{0,8}}/\n"
+    start = "start: thought gap @answer\n" if is_open else f"start: (gap {opening} thought)? gap @answer\n"
+    return Form(start + thought, {"answer": {"lark_grammar": form.lark}, **form.nested})
+
+
+def quoted(text: str) -> str:
+    """Return text as a Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A part of a schema."""
+
+    path: str
+    schema: Any
+
+
+def _located(schema: Any, root: Json, path: str = "") -> _Place:
+    """Return the smallest part of a schema that cannot be obeyed, by trying parts of parts."""
+    for name, part in _parts(schema):
+        if _trouble_of_schema(part, root):
+            return _located(part, root, path + name)
+    return _Place(path, schema)
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        match key, value:
+            case (("properties" | "patternProperties" | "$defs" | "definitions"), dict()):
+                yield from ((f".{key}.{name}", part) for name, part in value.items())
+            case (("anyOf" | "oneOf" | "allOf" | "prefixItems"), list()):
+                yield from ((f".{key}[{number}]", part) for number, part in enumerate(value))
+            case (("items" | "additionalProperties"), dict()):
+                yield f".{key}", value
+
+
+def _trouble_of_schema(part: Any, root: Json) -> str:
+    if not isinstance(part, dict):
+        return "" if isinstance(part, bool) else "a schema must be an object, true or false"
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root and key not in part}
+    if any(key in root for key in ("$defs", "definitions")) and part is not root:
+        # Its own trouble only: what it refers to is looked at where it stands.
+        definitions = {key: dict.fromkeys(value, True) for key, value in definitions.items() if isinstance(value, dict)}
+    return _trouble(Form("start: @json", {"json": {"json_schema": {**definitions, **part}}}))
+
+
+def _with_options(schema: Json) -> Json:
+    made: Json = json.loads(
+        llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+    )
+    [grammar] = made["grammars"]
+    result: Json = grammar["json_schema"]
+    return result
+
+
+def _trouble(form: Form) -> str:
+    """Return why a grammar cannot be obeyed, in one line; empty if it can."""
+    is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+        constraint_of(form), None, limits=parser_limits()
+    )
+    return " ".join(" ".join(messages).split()) if is_wrong else ""
+
+
+def _checked(form: Form, path: str) -> Form:
+    if trouble := _trouble(form):
+        raise InvalidRequestError(f"{path} is not supported: {trouble}")
+    return form
+
+
+def _parsed(text: str, path: str) -> Json:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{path} is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{path} must be a JSON object, got {type(schema).__name__}")
+    return schema
+
+
+def _check_depth(value: Any, path: str, levels: int) -> None:
+    if not isinstance(value, dict | list):
+        return
+    if levels == 0:
+        raise InvalidRequestError(f"{path} must have at most {DEPTH_MAX} levels")
+    for part in value.values() if isinstance(value, dict) else value:
+        _check_depth(part, path, levels - 1)
+
+
+def _choice(texts: "Mapping[int, str] | Any") -> Form:
+    if not 1 <= len(texts) <= CHOICES_MAX:
+        raise InvalidRequestError(f"grammar.choice must have 1 to {CHOICES_MAX} texts, got {len(texts)}")
+    for number, text in enumerate(texts):
+        if not text:
+            raise InvalidRequestError(f"grammar.choice[{number}] is empty")
+    return Form("start: " + " | ".join(map(quoted, texts)))
+
+
+def _free(text: str) -> Form:
+    try:
+        return Form(gbnf_to_lark.any_to_lark(text))
+    except Exception as error:  # the converter raises nothing more specific
+        raise InvalidRequestError(f"grammar.grammar is not EBNF: {error}") from error
+
+
+def _lark_of(made: str) -> Form:
+    [grammar] = json.loads(made)["grammars"]
+    return Form(grammar["lark_grammar"])

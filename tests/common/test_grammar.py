@@ -1,0 +1,118 @@
+"""A client's grammar becomes what workers obey, or is refused with the path of the part that cannot be obeyed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+
+from baton_pb.v1.common_pb2 import Choices, Grammar, JsonObject
+from common.errors import InvalidRequestError
+from common.grammar import CHOICES_MAX, DEPTH_MAX, Form, after_thinking, constraint_of, form_of, parser_limits
+from engine.tiny import write_tokenizer
+
+BYTES_MAX = 65536
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> llguidance.LLTokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return llguidance.LLTokenizer(str(folder / "tokenizer.json"), eos_token=[0])
+
+
+def _obj(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _schema(value: Any) -> Grammar:
+    return Grammar(json_schema=json.dumps(value))
+
+
+def _is_accepted(tokenizer: llguidance.LLTokenizer, form: Form, text: str) -> bool:
+    matcher = llguidance.LLMatcher(tokenizer, constraint_of(form), log_level=0, limits=parser_limits())
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+
+NODE = {"$defs": {"node": _obj(kids={"type": "array", "items": {"$ref": "#/$defs/node"}})}, "$ref": "#/$defs/node"}
+CASES = [
+    pytest.param(_schema(_obj(a={"type": "integer"})), ['{"a":1}', '{"a": 1}', '{\n  "a": 1\n}'], ['{"b":1}', "{}"]),
+    pytest.param(_schema(NODE), ['{"kids": []}', '{"kids": [{"kids": []}]}'], ['{"kids": [1]}']),
+    pytest.param(Grammar(json_object=JsonObject()), ['{"x": [1, {}]}', "{}"], ["[1]", "3"]),
+    pytest.param(Grammar(regex=r"\d{2}-[a-z/]+"), ["12-a/b"], ["12", "x12-a", "12-a "]),
+    pytest.param(Grammar(choice=Choices(texts=["yes", 'a "quoted" é\n'])), ["yes", 'a "quoted" é\n'], ["no", "yesyes"]),
+    pytest.param(Grammar(grammar='root ::= "a" b\nb ::= [0-9]+'), ["a12"], ["a", "b1"]),
+    pytest.param(Grammar(grammar='start: "a" B\nB: /[0-9]+/'), ["a12"], ["a", "b1"]),
+]
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), CASES)
+def test_a_form_accepts_its_language_and_nothing_else(
+    tokenizer: llguidance.LLTokenizer, grammar: Grammar, good: list[str], bad: list[str]
+) -> None:
+    form = form_of(grammar, BYTES_MAX)
+
+    assert [_is_accepted(tokenizer, form, text) for text in good] == [True] * len(good)
+    assert [_is_accepted(tokenizer, form, text) for text in bad] == [False] * len(bad)
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), CASES)
+def test_the_same_language_follows_thinking(
+    tokenizer: llguidance.LLTokenizer, grammar: Grammar, good: list[str], bad: list[str]
+) -> None:
+    form = form_of(grammar, BYTES_MAX)
+    optional = after_thinking(form, '"<think>"', "</think>", is_open=False)
+    begun = after_thinking(form, '"<think>"', "</think>", is_open=True)
+
+    for text in good:
+        assert _is_accepted(tokenizer, optional, text)
+        assert _is_accepted(tokenizer, optional, f"<think>\n{{ so }}\n</think>\n\n{text}")
+        assert _is_accepted(tokenizer, begun, f"so </think>\n{text}")
+        assert not _is_accepted(tokenizer, begun, text)
+    for text in bad:
+        assert not _is_accepted(tokenizer, optional, f"<think>so</think>{text}")
+
+
+def test_json_cannot_go_on_with_spaces_for_ever(tokenizer: llguidance.LLTokenizer) -> None:
+    assert not _is_accepted(tokenizer, form_of(_schema(_obj(a={"type": "integer"})), BYTES_MAX), '{\n\n\n"a": 1}')
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    return {"items": _nested(levels - 1)} if levels else {}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar(), "grammar has no form"),
+        (
+            _schema(_obj(a=_obj(b={"items": {"not": {}}}))),
+            "grammar.json_schema.properties.a.properties.b.items.not is not",
+        ),
+        (_schema(_obj(x={"anyOf": [{"type": "string"}, {"type": "strin"}]})), "properties.x.anyOf[1] is not supported"),
+        (_schema(_obj(x={"type": "string", "pattern": "(?=a)"})), "grammar.json_schema.properties.x is not supported"),
+        (_schema({**NODE, "$defs": {"node": {"uniqueItems": True}}}), "json_schema.$defs.node.uniqueItems is not"),
+        (_schema(_obj(x={"$ref": "#/$defs/gone"})), "properties.x is not supported: Pointer '/$defs/gone'"),
+        (_schema(_obj(x={"$ref": "http://example.org/x"})), "properties.x is not supported: Resource"),
+        (_schema({"allOf": [{"type": "string"}, {"type": "integer"}]}), "grammar.json_schema is not supported: Unsat"),
+        (_schema(3), "grammar.json_schema must be a JSON object, got int"),
+        (_schema(_nested(DEPTH_MAX + 1)), f"grammar.json_schema must have at most {DEPTH_MAX} levels"),
+        (Grammar(json_schema="{"), "grammar.json_schema is not JSON"),
+        (Grammar(json_schema="[" * 60000), "grammar.json_schema is not JSON"),
+        (Grammar(json_schema=" " * BYTES_MAX), f"grammar must have at most {BYTES_MAX} bytes"),
+        (Grammar(regex="(?=x)"), "grammar.regex is not supported"),
+        (Grammar(regex="(a"), "grammar.regex is not supported"),
+        (Grammar(choice=Choices()), "grammar.choice must have 1 to"),
+        (Grammar(choice=Choices(texts=["x"] * (CHOICES_MAX + 1))), "grammar.choice must have 1 to"),
+        (Grammar(choice=Choices(texts=["x", ""])), "grammar.choice[1] is empty"),
+        (Grammar(grammar="root ::= ((( 'a'"), "grammar.grammar is not"),
+        (Grammar(grammar='start: "a" nobody'), "grammar.grammar is not supported"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_with_its_path(grammar: Grammar, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        form_of(grammar, BYTES_MAX)
+
+    assert message in caught.value.message
