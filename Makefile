@@ -8,7 +8,7 @@ SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-interference clean
+.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-interference bench-exposed clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -57,6 +57,9 @@ bench-router: install
 
 bench-interference: install
 	$(BIN)/python -m loadtest.bench.interference $(BENCH_ARGS)
+
+bench-exposed: install
+	$(BIN)/python -m loadtest.bench.exposed $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -69,6 +69,9 @@ class PrefillConfig(Node):
     """Most prompt tokens in one step."""
     waiting_max: Positive = 256
     """Most requests queued on one worker; beyond it a request is refused at once."""
+    layer_groups: Positive = 4
+    """Parts in which the layers of a prompt's last chunk are pushed while its further layers are computed; earlier
+    chunks travel as a whole while the next one is computed."""
 
 
 class DecodeConfig(Node):

@@ -12,6 +12,7 @@ from common.errors import ConfigError
 from common.logs import log
 from engine.batch import Batch
 from engine.kv_cache import KVCache
+from engine.step import LayerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,10 @@ class Backend(Protocol):
         """Remember the pool that `forward` writes to. Called once, before the first forward."""
         ...
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
         """Write K and V of the batch's tokens to their slots, attend through the block tables.
+
+        `watch.reached(n)` is called for each of its marks when K and V of the first n layers are written, for good.
 
         Returns:
             [R, vocab_tokens] fp32 logits of `batch.logit_rows`, in that order; R may be 0.

@@ -15,7 +15,7 @@ from engine.grammar import Grammars
 from engine.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.step import Limits, ScheduledChunk, TokenOutput
+from engine.step import LayerWatch, Limits, ScheduledChunk, TokenOutput
 from kvtransfer.layout import BlockLayout
 
 FinishReason = common_pb2.FinishReason
@@ -29,7 +29,7 @@ class Runner(Protocol):
         """Name of the forward pass in use."""
         ...
 
-    def run(self, batch: Seq[ScheduledChunk]) -> list[TokenOutput | None]:
+    def run(self, batch: Seq[ScheduledChunk], watch: LayerWatch | None) -> list[TokenOutput | None]:
         """Write the chunks' KV to the pool; return a token for each chunk that reaches its sequence's end."""
         ...
 
@@ -133,11 +133,11 @@ class Engine:
             if ids and max(ids) >= self.vocab_tokens:
                 raise InvalidRequestError(f"{name} must name tokens below {self.vocab_tokens}, got {max(ids)}")
 
-    def step(self, batch: Seq[ScheduledChunk]) -> list[TokenOutput | None]:
+    def step(self, batch: Seq[ScheduledChunk], watch: LayerWatch | None = None) -> list[TokenOutput | None]:
         """Run one forward pass over the ragged batch and sample.
 
         Changes no sequence: the loop applies the results with `complete`. The block tables must already have room for
-        the chunks.
+        the chunks. `watch` is told when layers are final, before the step is over.
 
         Returns:
             For each chunk the sampled token (or its `error`) if it reaches the end of its sequence's tokens, else None.
@@ -146,7 +146,7 @@ class Engine:
             end = sequence.num_computed + num_tokens
             assert 1 <= num_tokens <= sequence.num_uncomputed, f"{num_tokens} of {sequence.num_uncomputed} tokens"
             assert len(sequence.block_table) >= self.blocks_for(end), f"no block for token {end - 1}"
-        return self._runner.run(batch) if batch else []
+        return self._runner.run(batch, watch) if batch else []
 
     def complete(self, chunk: ScheduledChunk, output: TokenOutput | None) -> None:
         """Apply a step's result to its sequence: KV is there, full blocks are findable, the token is appended."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from engine.engine import Engine
 from engine.grammar import Grammars, masks_of
 from engine.kv_cache import KVCache
 from engine.sequence import Sequence
-from engine.step import Limits, ScheduledChunk, TokenOutput
+from engine.step import LayerWatch, Limits, ScheduledChunk, TokenOutput
 from kvtransfer.layout import BlockLayout
 
 NUM_LAYERS = 2
@@ -107,6 +108,16 @@ class FakeEngine(Engine):
         return self._fake.num_tokens
 
 
+class _Rows(NamedTuple):
+    """What a step writes for one chunk of T tokens."""
+
+    blocks: NDArray[np.int64]  # [T]
+    offsets: NDArray[np.int64]  # [T]
+    numbers: NDArray[np.int64]  # [T, K or V, 2]
+    state: int
+    """After the last token."""
+
+
 class _FakeRunner:
     """Reads and writes the fake KV. `faults` only grows, so other threads may read it."""
 
@@ -128,7 +139,7 @@ class _FakeRunner:
         pool = np.frombuffer(kv.buffer, dtype=np.int64)
         self._pool: NDArray[np.int64] | None = pool.reshape(kv.num_blocks, NUM_LAYERS, 2, layout.block_tokens, 2)
 
-    def run(self, batch: Seq[ScheduledChunk]) -> list[TokenOutput | None]:
+    def run(self, batch: Seq[ScheduledChunk], watch: LayerWatch | None) -> list[TokenOutput | None]:
         # Two steps at once are a caller's bug that a real model would answer with garbage.
         assert self._running.acquire(blocking=False), "a step runs already"
         try:
@@ -137,26 +148,36 @@ class _FakeRunner:
             if self._step_s:
                 time.sleep(self._step_s)
             self.num_steps += 1
-            return [self._run_chunk(chunk) for chunk in batch]
+            computed = [self._compute(chunk) for chunk in batch]
+            for layer in range(NUM_LAYERS):
+                for rows in computed:
+                    self._write(layer, rows)
+                if watch is not None and layer + 1 in watch.marks:
+                    watch.reached(layer + 1)
+            return [self._sample(chunk, rows) for chunk, rows in zip(batch, computed, strict=True)]
         finally:
             self._running.release()
 
     def close(self) -> None:
         self._pool = None
 
-    def _run_chunk(self, chunk: ScheduledChunk) -> TokenOutput | None:
+    def _compute(self, chunk: ScheduledChunk) -> "_Rows":
         assert self._pool is not None, "the engine is closed"
         sequence, start = chunk.sequence, chunk.sequence.num_computed
         state = self._state_before(sequence, self._pool) if start else 0
-        for position in range(start, start + chunk.num_tokens):
+        numbers = np.empty((chunk.num_tokens, 2, 2), dtype=np.int64)
+        positions = np.arange(start, start + chunk.num_tokens)
+        for row, position in enumerate(positions.tolist()):
             token_id = sequence.token_ids[position]
             state = _mix(state, token_id)
-            block, offset = divmod(position, self._block_tokens)
-            slot = self._pool[sequence.block_table[block], :, :, offset]
-            slot[:, 0] = (token_id + 1, position)
-            slot[:, 1] = (state, ~state)
+            numbers[row] = (token_id + 1, position), (state, ~state)
         self.num_tokens += chunk.num_tokens
-        return self._sample(sequence, state) if chunk.reaches_end else None
+        blocks = np.asarray(sequence.block_table)[positions // self._block_tokens]
+        return _Rows(blocks, positions % self._block_tokens, numbers, state)
+
+    def _write(self, layer: int, rows: "_Rows") -> None:
+        assert self._pool is not None
+        self._pool[rows.blocks, layer, :, rows.offsets] = rows.numbers
 
     def _state_before(self, sequence: Sequence, pool: NDArray[np.int64]) -> int:
         """Check the KV of all computed tokens and return the state that the last one holds."""
@@ -180,10 +201,12 @@ class _FakeRunner:
             return int(slots.sum(dtype=np.int64)) & _MASK
         return int(states[-1, 0, 0])
 
-    def _sample(self, sequence: Sequence, state: int) -> TokenOutput:
-        sampling = sequence.sampling
+    def _sample(self, chunk: ScheduledChunk, rows: "_Rows") -> TokenOutput | None:
+        if not chunk.reaches_end:
+            return None
+        sequence, sampling = chunk.sequence, chunk.sequence.sampling
         seed = None if sampling.is_greedy else sampling.seed
-        token_id = _choose(state, seed, sequence.num_output_tokens, self._vocab_tokens)
+        token_id = _choose(rows.state, seed, sequence.num_output_tokens, self._vocab_tokens)
         masks = masks_of([sequence], self._vocab_tokens)
         if masks.failed:
             return TokenOutput(0, None, [], masks.failed[0])

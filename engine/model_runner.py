@@ -10,7 +10,7 @@ from engine.backend import Backend
 from engine.batch import make_batch
 from engine.kv_cache import KVCache
 from engine.sampler import Sampler
-from engine.step import ScheduledChunk, TokenOutput
+from engine.step import LayerWatch, ScheduledChunk, TokenOutput
 
 
 class ModelRunner:
@@ -34,13 +34,13 @@ class ModelRunner:
         backend.attach(kv)
 
     @torch.inference_mode()
-    def run(self, batch: Seq[ScheduledChunk]) -> list[TokenOutput | None]:
+    def run(self, batch: Seq[ScheduledChunk], watch: LayerWatch | None) -> list[TokenOutput | None]:
         """Write the chunks' KV; return a token for each chunk that reaches its sequence's end."""
         if self._compute_thread != threading.get_ident():
             # OpenMP keeps its thread count for each calling thread.
             torch.set_num_threads(self._threads)
             self._compute_thread = threading.get_ident()
-        logits = self._model.forward(make_batch(batch, self._block_tokens))
+        logits = self._model.forward(make_batch(batch, self._block_tokens), watch)
         ending = [chunk.sequence for chunk in batch if chunk.reaches_end]
         assert logits.shape[0] == len(ending)
         tokens = iter(self._sampler.sample(logits, ending) if ending else ())

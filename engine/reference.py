@@ -12,6 +12,7 @@ from engine.attention.paged import AttentionPlan, PagedPool, paged_attention
 from engine.backend import BackendFacts
 from engine.batch import Batch
 from engine.kv_cache import KVCache
+from engine.step import LayerWatch
 from engine.weights import load_model
 
 ATTENTION_NAME = "baton_paged"
@@ -29,6 +30,7 @@ def _attention(
     softcap: float | None = None,
     *,
     baton_plan: AttentionPlan,
+    baton_watch: LayerWatch | None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Fit transformers' attention interface: [1, heads, T, D] in, [1, T, heads, D] out."""
@@ -42,6 +44,8 @@ def _attention(
         sliding_window,
         softcap,
     )
+    if baton_watch is not None and module.layer_idx + 1 in baton_watch.marks:
+        baton_watch.reached(module.layer_idx + 1)
     return output[None], None
 
 
@@ -82,7 +86,7 @@ class ReferenceBackend:
         self._pool = PagedPool(kv)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
         """Return [R, vocab_tokens] fp32 logits; see engine.backend.Backend."""
         assert self._pool is not None, "attach comes first"
         output = self._model(
@@ -91,6 +95,7 @@ class ReferenceBackend:
             use_cache=False,
             logits_to_keep=batch.logit_rows,
             baton_plan=AttentionPlan(batch, self._pool),
+            baton_watch=watch,
         )
         return output.logits[0].float()  # type: ignore[no-any-return]  # transformers is untyped here
 

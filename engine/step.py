@@ -1,5 +1,6 @@
 """What goes into a step and what comes out of it: the words that loops, schedulers, runner and sampler share."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from baton_pb.v1 import common_pb2
@@ -34,6 +35,17 @@ class TokenOutput(NamedTuple):
         for token_id, logprob in self.top:
             token.top.add(token_id=token_id, logprob=logprob)
         return token
+
+
+class LayerWatch(NamedTuple):
+    """Who watches a running step: `reached(n)` follows as soon as the KV of its first n layers is final.
+
+    Called on the thread that runs the step, once for each mark, and must neither block nor raise.
+    """
+
+    marks: tuple[int, ...]
+    """Numbers of layers, ascending; each at least 1 and less than the model's."""
+    reached: Callable[[int], object]
 
 
 class Limits(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from common.errors import BatonError, WorkerLostError
 from engine.engine import Engine
 from engine.sequence import Sequence
-from engine.step import ScheduledChunk, TokenOutput
+from engine.step import LayerWatch, ScheduledChunk, TokenOutput
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +28,18 @@ class StepOwner(Protocol):
 
     def crashed(self, error: BatonError) -> None:
         """Fail everything that is under way: there will be no further step."""
+        ...
+
+
+class LayerOwner(Protocol):
+    """An owner that uses layers before their step is over. Both are plain functions on the asyncio loop."""
+
+    def layer_marks(self, batch: Seq[ScheduledChunk]) -> tuple[int, ...]:
+        """Return after how many layers of this step it wants to be told; empty: not at all."""
+        ...
+
+    def layers_final(self, num_layers: int) -> None:
+        """The first `num_layers` layers of the running step are in the pool. Comes before the step's `apply`."""
         ...
 
 
@@ -65,9 +77,10 @@ class StepRunner:
     spawned task, is a crash: the owner fails its requests and `wait_failed` raises.
     """
 
-    def __init__(self, engine: Engine, owner: StepOwner, worker_id: str) -> None:
+    def __init__(self, engine: Engine, owner: StepOwner, worker_id: str, layer_owner: LayerOwner | None = None) -> None:
         self._engine = engine
         self._owner = owner
+        self._layer_owner = layer_owner
         self._worker_id = worker_id
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{worker_id}-step")
         self._wake = asyncio.Event()
@@ -140,7 +153,7 @@ class StepRunner:
                     await self._wake.wait()
                     continue
                 self._in_step = {id(chunk.sequence) for chunk in batch}
-                outputs = await loop.run_in_executor(self._thread, self._engine.step, batch)
+                outputs = await loop.run_in_executor(self._thread, self._engine.step, batch, self._watch(loop, batch))
                 self._in_step = set()
                 self._owner.apply(batch, outputs)
                 self._let_go()
@@ -148,6 +161,13 @@ class StepRunner:
             self._in_step = set()
             self._crash(error)
             self._let_go()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, batch: Seq[ScheduledChunk]) -> LayerWatch | None:
+        owner = self._layer_owner
+        if owner is None or not (marks := owner.layer_marks(batch)):
+            return None
+        # The loop runs its calls in the order in which threads made them: these before the end of the step.
+        return LayerWatch(marks, lambda num_layers: loop.call_soon_threadsafe(owner.layers_final, num_layers))
 
     def _let_go(self) -> None:
         leaving, self._leaving = self._leaving, []

@@ -44,7 +44,7 @@ class Handoff:
         self._endpoint = endpoint
         self._ticket = ticket
         self._push: Push | None = None
-        self._unannounced: list[tuple[int, Seq[int]]] = []
+        self._unannounced: list[tuple[int, Seq[int], range]] = []
         self._error: BatonError | None = None
         self._outcome: asyncio.Future[PushReport] = asyncio.get_running_loop().create_future()
         self._outcome.add_done_callback(lambda future: future.exception())  # a handoff may end unwatched
@@ -83,7 +83,7 @@ class Handoff:
         """End it because nobody waits for it any more."""
         self.fail(CancelledRequestError("the caller left"))
 
-    def blocks_final(self, first: int, block_ids: Seq[int]) -> None:
+    def blocks_final(self, first: int, block_ids: Seq[int], layers: range) -> None:
         """Announce blocks to the receiver, or remember them until connected."""
         skip = max(0, self._ticket.first_block - first)
         block_ids = block_ids[skip:]
@@ -91,9 +91,9 @@ class Handoff:
             return
         landing_index = first + skip - self._ticket.first_block
         if self._push is None:
-            self._unannounced.append((landing_index, block_ids))
+            self._unannounced.append((landing_index, block_ids, layers))
         else:
-            self._push.announce(landing_index, block_ids)
+            self._push.announce(landing_index, block_ids, layers)
 
     async def _run(self) -> None:
         try:
@@ -112,8 +112,8 @@ class Handoff:
 
     async def _prefill_and_push(self) -> None:
         self._push = await self._endpoint.open_push(self._ticket)
-        for first, block_ids in self._unannounced:
-            self._push.announce(first, block_ids)
+        for piece in self._unannounced:
+            self._push.announce(*piece)
         await asyncio.wait([self._job.prefilled])
         self._settle(await self._push.finish())
 

@@ -26,8 +26,8 @@ RETRY_AFTER_S = 1.0
 class PromptOwner(Protocol):
     """Who pushes a prompt's blocks. Both are plain functions, called from the loop."""
 
-    def blocks_final(self, first: int, block_ids: Seq[int]) -> None:
-        """The prompt's blocks `first`.. are computed and will not change: they may be read until `release`."""
+    def blocks_final(self, first: int, block_ids: Seq[int], layers: range) -> None:
+        """`layers` of the prompt's blocks `first`.. are computed and will not change: read them until `release`."""
         ...
 
     def fail(self, error: BatonError) -> None:
@@ -55,7 +55,9 @@ class PromptJob(Prompt):
     """Tokens to compute: all that it came with."""
     started_s: float | None = None
     num_final: int = 0
-    """Leading blocks that the owner was told of."""
+    """Leading blocks of which the owner was told all layers."""
+    num_final_layers: int = 0
+    """Leading layers of the further blocks that it was told of."""
     loading: Work | None = None
     """Fetches blocks of its prefix."""
 
@@ -80,13 +82,15 @@ class PrefillLoop:
         self._scheduler: PromptScheduler[PromptJob] = PromptScheduler(engine, config.token_budget)
         self._jobs: set[PromptJob] = set()
         self._planned: list[PromptJob] = []
+        self._batch: list[ScheduledChunk] = []
+        """The running step's chunks, one for each planned job."""
         self._listeners: list[Callable[[], None]] = []
         self._counters: Counter[str] = Counter()
         self._is_draining = False
         self._crash: BatonError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self.runner = StepRunner(engine, self, worker_id)
+        self.runner = StepRunner(engine, self, worker_id, layer_owner=self)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -158,7 +162,8 @@ class PrefillLoop:
                 self._tell_final(job)
         if chunks:
             self._changed()
-        return [ScheduledChunk(chunk.prompt.sequence, chunk.num_tokens) for chunk in chunks]
+        self._batch = [ScheduledChunk(chunk.prompt.sequence, chunk.num_tokens) for chunk in chunks]
+        return self._batch
 
     def apply(self, batch: Seq[ScheduledChunk], outputs: Seq[TokenOutput | None]) -> None:
         """Take a step's results."""
@@ -173,8 +178,21 @@ class PrefillLoop:
             self._tell_final(job)
             if output is not None:
                 self._finish(job, output)
-        self._planned = []
+        self._planned, self._batch = [], []
         self._changed()
+
+    def layer_marks(self, batch: Seq[ScheduledChunk]) -> tuple[int, ...]:
+        """Divide the layers of a step with which a prompt ends: what other steps computed travels during the next."""
+        if not any(chunk.reaches_end for chunk in batch):
+            return ()
+        layers, groups = self._engine.layout.num_layers, self._config.layer_groups
+        return tuple(sorted({layers * group // groups for group in range(1, groups)} - {0}))
+
+    def layers_final(self, num_layers: int) -> None:
+        """Tell the owners of ending prompts, so that the tail that nothing hides is the last group of layers only."""
+        for job, chunk in zip(self._planned, self._batch, strict=True):
+            if chunk.reaches_end and not job.prefilled.done():
+                self._tell(job, len(job.sequence.block_table), num_layers)
 
     def crashed(self, error: BatonError) -> None:
         """Fail every job."""
@@ -232,9 +250,18 @@ class PrefillLoop:
         is_whole = sequence.num_computed == job.num_tokens
         block_tokens = self._engine.layout.block_tokens
         num_final = len(sequence.block_table) if is_whole else sequence.num_computed // block_tokens
-        if num_final > job.num_final:
-            job.owner.blocks_final(job.num_final, sequence.block_table[job.num_final : num_final])
-            job.num_final = num_final
+        self._tell(job, num_final, self._engine.layout.num_layers)
+        job.num_final, job.num_final_layers = num_final, 0
+
+    def _tell(self, job: PromptJob, num_blocks: int, num_layers: int) -> None:
+        """Tell a job's owner that the first layers of its first blocks are final."""
+        block_ids, layers = (
+            job.sequence.block_table[job.num_final : num_blocks],
+            range(job.num_final_layers, num_layers),
+        )
+        if block_ids and layers:
+            job.owner.blocks_final(job.num_final, block_ids, layers)
+            job.num_final_layers = num_layers
 
     def _finish(self, job: PromptJob, output: TokenOutput) -> None:
         self._scheduler.remove(job)

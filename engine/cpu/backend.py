@@ -15,10 +15,11 @@ from engine.backend import BackendFacts
 from engine.batch import Batch
 from engine.cpu.architecture import Architecture, read_architecture
 from engine.cpu.build import Isa, supported_isas, usable_cores
-from engine.cpu.native import Format, LayerDesc, MatrixDesc, ModelDesc, NativeModel, Precision, StepDesc
+from engine.cpu.native import Format, LayerDesc, LayersDone, MatrixDesc, ModelDesc, NativeModel, Precision, StepDesc
 from engine.cpu.packing import padded
 from engine.cpu.weights import PackedWeights, has_quantised_source
 from engine.kv_cache import KVCache
+from engine.step import LayerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class CpuBackend:
         assert pool.is_contiguous()
         self._pool = pool
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
         """Run one step; see engine.backend.Backend.
 
         Raises:
@@ -119,6 +120,7 @@ class CpuBackend:
         logits = torch.empty(num_rows, self._vocab_rows)
         segments = torch.tensor(batch.segments, dtype=torch.int32)
         tables = batch.block_tables.contiguous()
+        marks = torch.tensor(() if watch is None else watch.marks, dtype=torch.int64)
         self._native.step(
             StepDesc(
                 num_tokens=batch.num_tokens,
@@ -138,6 +140,9 @@ class CpuBackend:
                 num_pool_layers=pool.shape[1],
                 block_tokens=pool.shape[3],
                 is_half=pool.dtype == torch.float16,
+                num_marks=marks.shape[0],
+                marks=marks.data_ptr(),
+                layers_done=LayersDone() if watch is None else LayersDone(watch.reached),
             )
         )
         return logits[:, : self._architecture.vocab]

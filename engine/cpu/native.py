@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -74,6 +74,10 @@ class ModelDesc(Structure):
     ]
 
 
+LayersDone = CFUNCTYPE(None, c_int64)
+"""Called by the thread that called `NativeModel.step`, which waits meanwhile for the GIL."""
+
+
 class StepDesc(Structure):
     """csrc/model.h: StepDesc."""
 
@@ -83,6 +87,9 @@ class StepDesc(Structure):
         ("logits", c_void_p),
         ("pool", c_void_p),
         *((name, c_int64) for name in ("num_blocks", "num_pool_layers", "block_tokens", "is_half")),
+        ("num_marks", c_int64),
+        ("marks", c_void_p),
+        ("layers_done", LayersDone),
     ]
 
 

@@ -11,10 +11,11 @@ import transformers
 
 from common.config import EngineConfig
 from common.errors import ConfigError, InvalidRequestError
+from engine.cpu.build import supported_isas
 from engine.engine import Engine, FinishReason
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.step import ScheduledChunk
+from engine.step import LayerWatch, ScheduledChunk
 from engine.tiny import FAMILIES, VOCAB_TOKENS
 
 BLOCK_TOKENS = 4
@@ -126,6 +127,29 @@ def test_the_answer_is_cached_for_the_next_turn(load: Callable[..., Engine]) -> 
     # The last token of an answer is sampled but never computed.
     assert sequence.num_cached == (8 + NUM_NEW - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     engine.pool.release(sequence.block_table)
+
+
+@pytest.mark.parametrize("settings", [{}, {"backend": "cpu", "threads": 1}, {"backend": "cpu", "threads": 2}])
+def test_layers_are_final_when_a_step_says_so(load: Callable[..., Engine], settings: dict[str, Any]) -> None:
+    if settings and not supported_isas():
+        pytest.skip("needs AVX2")
+    engine = load(**settings)
+    sequences = [_start(engine, _prompt(num_tokens)) for num_tokens in (2 * BLOCK_TOKENS, 41)]
+    blocks = [block for sequence in sequences for block in sequence.block_table]
+    layout = engine.layout
+    seen: list[tuple[int, list[bytes]]] = []
+
+    def first_layers(num_layers: int) -> list[bytes]:
+        begins = [block * layout.block_bytes for block in blocks]
+        return [bytes(engine.kv.buffer[begin : begin + num_layers * layout.layer_bytes]) for begin in begins]
+
+    watch = LayerWatch((1, 2), lambda num_layers: seen.append((num_layers, first_layers(num_layers))))
+    engine.step([ScheduledChunk(sequence, sequence.num_uncomputed) for sequence in sequences], watch)
+
+    assert seen == [(1, first_layers(1)), (2, first_layers(2))]
+    assert any(any(block) for block in first_layers(1))
+    for sequence in sequences:
+        engine.pool.release(sequence.block_table)
 
 
 def test_a_sequence_goes_on_in_another_engine_from_blocks_copied_there(

@@ -112,6 +112,38 @@ def test_only_the_tickets_blocks_are_sent_and_cached_ones_at_once(first_block: i
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("layer_groups", "num_pieces"), [(1, 4), (2, 5), (9, 5)])
+def test_the_layers_of_a_last_chunk_travel_in_groups(layer_groups: int, num_pieces: int) -> None:
+    async def main() -> None:
+        async with serving(token_budget=8, layer_groups=layer_groups) as bench:
+            blocks = bench.receiver_engine.pool.allocate(8)
+            landing = bench.receiver.grant(blocks, 0)
+            await updates(bench.call(PROMPT, landing.ticket))
+            await asyncio.wait_for(landing.landed(), LIMIT_S)
+
+            assert [entry.pieces for entry in bench.receiver.stats()] == [num_pieces]  # 4 chunks of 2 blocks, 2 layers
+            size = bench.engine.layout.block_bytes
+            sent = bytes(bench.engine.kv.buffer[: 8 * size])
+            assert b"".join(bytes(bench.receiver_engine.kv.buffer[b * size : (b + 1) * size]) for b in blocks) == sent
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_leaves_while_its_layers_are_announced_gives_everything_back() -> None:
+    async def main() -> None:
+        async with serving(layer_groups=2) as bench:
+            landing = bench.receiver.grant(bench.receiver_engine.pool.allocate(8), 0)
+            bench.network.hold()
+            call = bench.call(PROMPT, landing.ticket)
+            await asyncio.wait_for(call.read(), LIMIT_S)
+            call.cancel()
+            await bench.at_rest()
+            bench.network.flow()
+            await landing.abort("the caller left")
+
+    asyncio.run(main())
+
+
 def test_a_moved_sequence_continues_its_draws() -> None:
     async def main() -> None:
         async with serving() as bench:

@@ -39,6 +39,9 @@ struct StepDesc {
     float* logits;
     void* pool;
     i64 num_blocks, num_pool_layers, block_tokens, is_half;
+    i64 num_marks;
+    const i64* marks;             // ascending: after so many layers `layers_done` is called, on the caller's thread
+    void (*layers_done)(i64);
 };
 
 }  // namespace baton

@@ -43,6 +43,7 @@ class Model {
     // Returns null, or what is wrong with the input; nothing was computed then.
     const char* step(const StepDesc& s) {
         if (const char* problem = check(s)) return problem;
+        caller_ = std::this_thread::get_id();
         prepare(s);
         if (s.is_half)
             team_.run([&] { forward<Half>(s); });
@@ -150,7 +151,14 @@ class Model {
     template <class T>
     void forward(const StepDesc& s) {
         embed(s);
-        for (i64 l = 0; l < desc_.num_layers; l++) layer<T>(s, layers_[l], view<T>(s, l));
+        const i64* mark = s.marks;
+        for (i64 l = 0; l < desc_.num_layers; l++) {
+            layer<T>(s, layers_[l], view<T>(s, l));
+            if (mark == s.marks + s.num_marks || *mark != l + 1) continue;
+            mark++;
+            // Every thread has passed the barriers behind this layer's K and V.
+            if (std::this_thread::get_id() == caller_) s.layers_done(l + 1);
+        }
         logits(s);
     }
 
@@ -305,6 +313,7 @@ class Model {
     const std::vector<LayerDesc> layers_;
     const AttentionShape shape_;
     Team team_;
+    std::thread::id caller_;
     std::vector<float> x_, block_, qkv_, attention_, gate_up_, partial_, angles_[2];
     std::vector<int32_t> row_segment_;
     std::vector<Plan> plans_;
