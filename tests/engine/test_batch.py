@@ -8,16 +8,20 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import ScheduledChunk
 
-CHUNKS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5)
+CHUNKS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 5), st.integers(1, 20)), min_size=1, max_size=5
+)
 
 
 @given(chunks=CHUNKS, block_tokens=st.integers(1, 5))
-def test_rows_lie_chunk_by_chunk_where_block_tables_say(chunks: list[tuple[int, int, int]], block_tokens: int) -> None:
+def test_rows_lie_chunk_by_chunk_where_block_tables_say(
+    chunks: list[tuple[int, int, int, int]], block_tokens: int
+) -> None:
     scheduled, expected, ends = [], [], []
-    for index, (computed, count, rest) in enumerate(chunks):
+    for index, (computed, count, rest, num_prompt) in enumerate(chunks):
         num_tokens = computed + count + rest
         tokens = [100 * index + position for position in range(num_tokens)]
-        sequence = Sequence.start(str(index), tokens, 1, SamplingParams(), block_tokens)
+        sequence = Sequence.start(str(index), tokens, min(num_prompt, num_tokens), SamplingParams(), block_tokens)
         # Blocks in falling order and more than are needed, as a growing sequence has.
         sequence.block_table = [1000 * (index + 1) - block for block in range(num_tokens // block_tokens + 2)]
         sequence.num_computed = computed
@@ -34,8 +38,17 @@ def test_rows_lie_chunk_by_chunk_where_block_tables_say(chunks: list[tuple[int, 
     assert list(rows) == expected
     assert batch.logit_rows.tolist() == ends
     assert batch.num_tokens == len(expected)
-    for segment, chunk, table in zip(batch.segments, scheduled, batch.block_tables.tolist(), strict=True):
+    owners = [chunk.sequence for chunk in scheduled for _ in range(chunk.num_tokens)]
+    row = 0
+    for segment, table in zip(batch.segments, batch.block_tables.tolist(), strict=True):
+        sequence = owners[row]
+        assert segment.first_row == row
+        assert segment.num_context == expected[row][1]
+        assert all(owner is sequence for owner in owners[row : row + segment.num_rows])
+        assert segment.is_decode == (segment.num_context >= sequence.num_prompt_tokens)
+        assert segment.num_rows == 1 if segment.is_decode else segment.num_keys <= sequence.num_prompt_tokens
         needed = -(-segment.num_keys // block_tokens)
-        assert (segment.num_context, segment.num_rows) == (chunk.sequence.num_computed, chunk.num_tokens)
-        assert table[:needed] == chunk.sequence.block_table[:needed]
-        assert set(table[needed:]) <= {chunk.sequence.block_table[0]}
+        assert table[:needed] == sequence.block_table[:needed]
+        assert set(table[needed:]) <= {sequence.block_table[0]}
+        row += segment.num_rows
+    assert row == len(expected)

@@ -1,11 +1,12 @@
 // Paged attention over the pool `[block][layer][K,V][token][kv head][head dim]`, fp16 or fp32 in memory, fp32 in
 // registers.
 //
-// A single row (decode) is cut into parts of 64 keys at absolute positions; a work item is one part with all heads, so
-// that each key is read once and in the order of memory. Its result is a partial softmax; merge_parts adds the parts of
-// a row in order. Several rows (prefill) are cut into tiles of about 96 query rows of one kv head; a work item walks over
-// key tiles of 128, also at absolute positions, with an online softmax. Both cuts are independent of what else is in the
-// batch and of the chunk's start, so a row's output depends on nothing but its own keys.
+// A generated token's row (decode) is cut into parts of 64 keys at absolute positions; a work item is one part with all
+// heads, so that each key is read once and in the order of memory. Its result is a partial softmax; merge_parts adds the
+// parts of a row in order. A prompt's rows are cut into tiles of about 96 query rows of one kv head; a work item walks
+// over key tiles of 128, also at absolute positions, with an online softmax. Both cuts are independent of what else is in
+// the batch and of the chunk's start, so a row's output depends on nothing but its own keys. The two ways add up in
+// different orders: a prompt's row takes the second one even when it is alone in its chunk.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -20,7 +21,7 @@ constexpr int kQueryRows = 96;
 constexpr float kNever = -1e30f;  // a masked score: finite, so that differences never become NaN
 
 struct Segment {
-    int32_t first_row, num_rows, num_context;
+    int32_t first_row, num_rows, num_context, is_decode;
 };
 
 // One layer of the pool as the kernels see it. Strides count elements.

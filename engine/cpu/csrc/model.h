@@ -33,7 +33,7 @@ struct StepDesc {
     const i64* token_ids;
     const i64* positions;
     const i64* slots;
-    const int32_t* segments;  // [num_segments][first row, rows, context]
+    const int32_t* segments;  // [num_segments][first row, rows, context, whether a generated token]
     const int32_t* block_tables;
     const i64* logit_rows;
     float* logits;

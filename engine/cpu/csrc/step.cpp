@@ -62,6 +62,7 @@ class Model {
         for (i64 i = 0; i < s.num_segments; i++) {
             const Segment& segment = segments(s)[i];
             if (segment.first_row != row || segment.num_rows < 1 || segment.num_context < 0) return "segments are not in order";
+            if (segment.is_decode && segment.num_rows != 1) return "a generated token is not alone in its segment";
             row += segment.num_rows;
             const i64 blocks = (segment.num_context + segment.num_rows + s.block_tokens - 1) / s.block_tokens;
             if (blocks > s.table_width) return "a block table is too short";
@@ -125,7 +126,7 @@ class Model {
         for (i64 i = 0; i < s.num_segments; i++) {
             const Segment& segment = segments(s)[i];
             const i64 end = segment.num_context + segment.num_rows;
-            if (segment.num_rows > 1) {  // last tiles first: they see the most keys
+            if (!segment.is_decode) {  // last tiles first: they see the most keys
                 for (i64 first = (segment.num_rows - 1) / tokens * tokens; first >= 0; first -= tokens)
                     for (i64 head = 0; head < desc_.kv_heads; head++)
                         plan.work.push_back({int32_t(i), int32_t(head), int32_t(first),

@@ -24,6 +24,8 @@ class Chunk(NamedTuple):
     token_ids: list[int]
     start: int
     table: list[int]
+    is_prompt: bool = False
+    """Whether a token that is alone belongs to a prompt; several always do."""
 
 
 class Harness:
@@ -44,15 +46,16 @@ class Harness:
         self.kv = KVCache(BlockLayout("tiny", dtype, block_tokens, *shape), POOL_BLOCKS)
         self.backend.attach(self.kv)
 
-    def run(self, *pieces: tuple[list[int], int, list[int]]) -> list[torch.Tensor]:
-        """Run one step of (token ids, first position, block table) pieces; return [num_rows, vocab] logits of each."""
+    def run(self, *pieces: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Run one step of Chunk pieces; return [num_rows, vocab] logits of each."""
         chunks = [Chunk(*piece) for piece in pieces]
         bs, width = self.block_tokens, max(len(c.table) for c in chunks)
         segments: list[Segment] = []
         positions: list[int] = []
         slots: list[int] = []
         for chunk in chunks:
-            segments.append(Segment(len(positions), len(chunk.token_ids), chunk.start))
+            is_decode = len(chunk.token_ids) == 1 and not chunk.is_prompt
+            segments.append(Segment(len(positions), len(chunk.token_ids), chunk.start, is_decode))
             places = range(chunk.start, chunk.start + len(chunk.token_ids))
             positions += places
             slots += [chunk.table[p // bs] * bs + p % bs for p in places]

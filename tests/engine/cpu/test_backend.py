@@ -174,6 +174,19 @@ def test_a_prompt_s_logits_do_not_depend_on_its_chunks(
     assert torch.equal(run_in_chunks(harness, ids, [2, 130, 35, 133], table), whole)
 
 
+@pytest.mark.parametrize("weights", ["fp32", "w8", "q4"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_prompt_s_last_token_alone_gives_the_logits_of_the_whole(
+    make: Make, tiny_model: Callable[[str], Path], weights: str, isa: Isa
+) -> None:
+    harness, ids, table = make(tiny_model("llama"), weights=weights, isa=isa), tokens(161), table_of(161)
+
+    whole = harness.run((ids, 0, table))[0]
+    last = harness.run((ids[160:], 160, table, True))[0]
+
+    assert torch.equal(last[0], whole[160])
+
+
 @pytest.mark.parametrize("weights", ["w8", "q4", "q4/int8"])
 def test_instruction_sets_agree(make: Make, tiny_model: Callable[[str], Path], weights: str) -> None:
     folder, ids = tiny_model("gemma2"), tokens(40)
