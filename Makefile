@@ -8,7 +8,7 @@ SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-interference bench-exposed clean
+.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-interference bench-exposed bench-transfer clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -60,6 +60,9 @@ bench-interference: install
 
 bench-exposed: install
 	$(BIN)/python -m loadtest.bench.exposed $(BENCH_ARGS)
+
+bench-transfer: install
+	@$(BIN)/baton bench transfer $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,4 +1,4 @@
-"""`baton loadtest` and `baton simulate`: the command line around runs, searches, comparisons and reports."""
+"""`baton loadtest`, `bench` and `simulate`: the command line around runs, searches, comparisons and reports."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from common.errors import BatonError, ConfigError
+from loadtest.bench import transfer as transfer_bench
 from loadtest.capacity import measure_capacity
 from loadtest.client import BatonTarget, Target
 from loadtest.execute import Plan, execute, find_goodput
@@ -37,6 +38,11 @@ loadtest = typer.Typer(
     help="Send load and measure what comes back.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.add_typer(loadtest, name="loadtest")
+bench = typer.Typer(
+    help="Measure a part of Baton on this machine.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+app.add_typer(bench, name="bench")
+bench.command("transfer")(transfer_bench.main)
 
 TargetArgument = Annotated[
     str, typer.Argument(help="HOST:PORT of Baton's gRPC API, or http(s)://... of any OpenAI-compatible server.")

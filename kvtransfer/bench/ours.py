@@ -1,0 +1,133 @@
+"""Baton's own endpoints, over each transport."""
+
+import asyncio
+import random
+import time
+from typing import Any
+
+from baton_pb.v1 import transfer_pb2
+from common.config import TransferConfig
+from common.errors import BatonError, ConfigError
+from kvtransfer.bench.contender import Side, Unavailable
+from kvtransfer.endpoint import TransferEndpoint
+from kvtransfer.interface import Landing, Push
+
+HOST = "127.0.0.1"
+STORM_TRANSFERS = 1000
+STORM_ABORTED = 0.2
+
+
+class Ours:
+    """Implements `Contender`: grant, push, land."""
+
+    is_shared = True
+
+    def __init__(self, side: Side, transport: str) -> None:
+        self._side = side
+        self._transport = transport
+        self._endpoint: TransferEndpoint
+
+    async def connect(self) -> None:
+        """Open the endpoint; the connection is made by the first transfer."""
+        side = self._side
+        config = TransferConfig.model_validate({"transport": self._transport})
+        name = "sender" if side.is_sender else "receiver"
+        try:
+            self._endpoint = await TransferEndpoint.start(name, HOST, side.pool.store, config)
+        except ConfigError as error:
+            raise Unavailable(str(error)) from error
+
+    async def serve(self, order: Any) -> None:
+        """Push what was ordered."""
+        if "storm" in order:
+            await self._push_storm(order["storm"])
+            return
+        push = await self._endpoint.open_push(_ticket(order["ticket"]))
+        if order["by_layer"]:
+            for layer in range(self._side.work.layout.num_layers):
+                push.announce(0, self._side.blocks, range(layer, layer + 1))
+        else:
+            push.announce(0, self._side.blocks)
+        await push.finish()
+
+    async def fetch(self, by_layer: bool) -> None:
+        """Grant a ticket and wait until it has landed."""
+        landing = self._endpoint.grant(self._side.blocks, 0)
+        self._side.link.send({"ticket": landing.ticket.SerializeToString().hex(), "by_layer": by_layer})
+        await landing.landed()
+
+    async def storm(self) -> dict[str, Any]:
+        """Receiver: many transfers at once, of which some are given up by either side at random moments.
+
+        Returns:
+            seconds of each that landed, and what went wrong.
+        """
+        side, rng = self._side, random.Random(11)
+        size = len(side.blocks) // STORM_TRANSFERS
+        landings = [self._endpoint.grant(side.blocks[i * size : (i + 1) * size], 0) for i in range(STORM_TRANSFERS)]
+        begun = time.perf_counter()
+        side.link.send({"storm": [landing.ticket.SerializeToString().hex() for landing in landings]})
+        ends = await asyncio.gather(*(_land(landing, begun, rng) for landing in landings))
+        sender = await side.link.receive()
+        landed = sorted(seconds for seconds in ends if isinstance(seconds, float))
+        errors = [end for end in ends if isinstance(end, str)] + sender["errors"]
+        return {"landed": landed, "errors": errors, "left": self._endpoint.num_active + sender["left"]}
+
+    async def close(self) -> None:
+        """Close the endpoint."""
+        await self._endpoint.close()
+
+    async def _push_storm(self, tickets: list[str]) -> None:
+        rng, size = random.Random(12), len(self._side.blocks) // len(tickets)
+        pushes = [
+            self._push(ticket, self._side.blocks[i * size : (i + 1) * size], rng) for i, ticket in enumerate(tickets)
+        ]
+        errors = [error for error in await asyncio.gather(*pushes) if error is not None]
+        self._side.link.send({"errors": errors, "left": self._endpoint.num_active})
+
+    async def _push(self, ticket: str, blocks: list[int], rng: random.Random) -> str | None:
+        """Push, or give up on the way; return what neither side wanted to happen."""
+        delay_s = _moment_of_abort(rng)
+        try:
+            push = await self._endpoint.open_push(_ticket(ticket))
+        except BatonError as error:  # the receiver may have given up before it was opened
+            return None if _is_wanted(error) else str(error)
+        push.announce(0, blocks)
+        try:
+            await _given_up(push, delay_s) if delay_s is not None else await push.finish()
+        except BatonError as error:
+            await push.abort("failed")
+            return None if _is_wanted(error) else str(error)
+        return None
+
+
+async def _land(landing: Landing, begun: float, rng: random.Random) -> float | str | None:
+    """Return the seconds until it landed, None if it was given up by either side, or an error that nobody wanted."""
+    delay_s = _moment_of_abort(rng)
+    try:
+        if delay_s is not None:
+            await _given_up(landing, delay_s)
+            return None
+        await landing.landed()
+    except BatonError as error:
+        await landing.abort("failed")
+        return None if _is_wanted(error) else str(error)
+    return time.perf_counter() - begun
+
+
+async def _given_up(transfer: Landing | Push, delay_s: float) -> None:
+    await asyncio.sleep(delay_s)
+    await transfer.abort("given up on purpose")
+
+
+def _moment_of_abort(rng: random.Random) -> float | None:
+    """Each side gives up half of those that are to be aborted, within the time that all of them take."""
+    return rng.uniform(0.0, 0.3) if rng.random() < STORM_ABORTED / 2 else None
+
+
+def _is_wanted(error: BatonError) -> bool:
+    return "given up" in str(error)
+
+
+def _ticket(text: str) -> transfer_pb2.Ticket:
+    return transfer_pb2.Ticket.FromString(bytes.fromhex(text))

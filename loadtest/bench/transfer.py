@@ -1,0 +1,174 @@
+"""`make bench-transfer`: paged KV from one process's pool into another's, by ours and by others' means, in one run.
+
+The work is 1,024 tokens of KV of the demo model (23.6 MB) and of Llama 3 8B (134 MB), in blocks of 16 tokens, into
+other block ids. Time runs at the receiver, from asking to all bytes in place; each round is verified byte for byte,
+outside of the time. Rounds of all means alternate. CPU time is that of the sender's process and the receiver's.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loadtest.bench.common import BenchRow, Repeated, publish
+from loadtest.bench.pairs import (
+    ALL,
+    MEMCPY,
+    MOONCAKE,
+    NIXL,
+    NIXL_TCP,
+    OURS_SHM,
+    OURS_UCX,
+    RAW_TCP,
+    Means,
+    Pair,
+    PairError,
+    Samples,
+    measure,
+)
+
+TITLES = {"demo": "23.6 MB", "8b": "134 MB"}
+ORDERS = {"whole": "whole", "layers": "by layer"}
+SHM_LIMIT, NIXL_FACTOR, TCP_LIMIT, PACKING_SHARE, FAIR_FACTOR = 1.15, 2.5, 1.1, 0.9, 2.0
+
+Results = dict[tuple[str, str], Samples]
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Of each transfer, interleaved.")] = 9,
+    only: Annotated[list[str], typer.Option(help="Measure these means only, by the begin of their names.")] = [],  # noqa: B006
+    work: Annotated[list[str], typer.Option(help="Of: demo, 8b, packing, storm.")] = ["demo", "8b", "packing", "storm"],  # noqa: B006
+) -> None:
+    """Measure transfers between two processes of this machine, beside memcpy, sockets and others' libraries."""
+    means = [one for one in ALL if not only or any(one.name.startswith(name) for name in only)]
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        publish("transfer", asyncio.run(_rows(means, rounds, work, Path(folder))))
+
+
+async def _rows(means: Sequence[Means], rounds: int, works: Sequence[str], scratch: Path) -> list[BenchRow]:
+    rows: list[BenchRow] = []
+    for name, title in TITLES.items():
+        if name not in works:
+            continue
+        folder = scratch / name
+        folder.mkdir()
+        results = await measure(means, name, list(ORDERS), rounds, folder)
+        for order in ORDERS:
+            rows += _means_rows(results, title, order)
+    if "packing" in works:
+        rows += await _packing_rows([one for one in means if one in (OURS_SHM, OURS_UCX)], rounds, scratch)
+    if "storm" in works:
+        for one in means:
+            if one.contender == "ours":
+                rows += await _storm_rows(one)
+    return rows
+
+
+def _means_rows(results: Results, title: str, order: str) -> list[BenchRow]:
+    """Return ours beside the limits, then each of the others beside ours."""
+    by_name = {name: samples for (name, form), samples in results.items() if form == order}
+    label = f"{title} {ORDERS[order]}"
+    rows = []
+    for ours, limit, factor in ((OURS_SHM, MEMCPY, SHM_LIMIT), (OURS_UCX, RAW_TCP, TCP_LIMIT)):
+        if ours.name in by_name:
+            rows.append(_row(label, by_name[ours.name], ours.name, by_name.get(limit.name), limit.name, factor))
+    goals = {NIXL.name: 1 / NIXL_FACTOR, NIXL_TCP.name: 1.0, MOONCAKE.name: 1.0}
+    for name, samples in by_name.items():
+        if name in (OURS_SHM.name, MEMCPY.name, RAW_TCP.name):
+            continue
+        ours = OURS_UCX if name in (NIXL_TCP.name, MOONCAKE.name) else OURS_SHM
+        if name != OURS_UCX.name and ours.name in by_name:
+            rows.append(_row(label, by_name[ours.name], ours.name, samples, name, goals.get(name)))
+    return rows
+
+
+def _row(
+    label: str, ours: Samples, ours_name: str, peer: Samples | None, peer_name: str, factor: float | None
+) -> BenchRow:
+    """Return one comparison; the goal is `factor` times the peer's time."""
+    if not ours.is_measured:
+        return BenchRow(f"{label}: {ours_name}", 0.0, "ms", False, note=f"ours: {ours.absent}")
+    measured = peer is not None and peer.is_measured
+    peer_ms = peer.ms if peer is not None and measured else None
+    note = f"ours {ours.cpu}"
+    if peer is not None and peer_ms is not None:
+        note += f"; peer {peer.cpu}, spread {peer_ms.spread:.0%}"
+    elif peer is not None:
+        note += f"; {peer_name} {peer.absent}"
+    return BenchRow(
+        f"{label}: {ours_name}",
+        ours.ms.median,
+        "ms",
+        False,
+        peer=None if peer_ms is None else peer_ms.median,
+        peer_name=peer_name,
+        goal=None if factor is None or peer_ms is None else factor * peer_ms.median,
+        spread=ours.ms.spread,
+        note=note,
+    )
+
+
+async def _packing_rows(means: Sequence[Means], rounds: int, scratch: Path) -> list[BenchRow]:
+    """Return the rate of 100,000 small blocks beside that of the same bytes in large ones."""
+    small, large = [await measure(means, work, ["whole"], rounds, scratch) for work in ("6KiB", "360KiB")]
+    rows = []
+    for one in means:
+        label = f"100,000 blocks of 6 KiB: {one.name}"
+        few, many = large[one.name, "whole"], small[one.name, "whole"]
+        if not (few.is_measured and many.is_measured):
+            rows.append(BenchRow(label, 0.0, "GB/s", True, note=few.absent or many.absent))
+            continue
+        rate, reference = (
+            Repeated.of([num_bytes / seconds / 1e9 for seconds in samples.seconds])
+            for samples, num_bytes in ((many, 100_000 * 6144), (few, 100_000 // 60 * 368_640))
+        )
+        rows.append(
+            BenchRow(
+                label,
+                rate.median,
+                "GB/s",
+                True,
+                peer=reference.median,
+                peer_name="blocks of 360 KiB",
+                goal=PACKING_SHARE * reference.median,
+                spread=rate.spread,
+                note=f"{many.cpu}; large blocks {few.cpu}, spread {reference.spread:.0%}",
+            )
+        )
+    return rows
+
+
+async def _storm_rows(means: Means) -> list[BenchRow]:
+    """Return what became of 1,000 transfers at once, of which a fifth is given up by one side or the other."""
+    pair = Pair(means, "storm")
+    label = f"1,000 transfers at once, 20 % given up: {means.name}"
+    try:
+        await pair.start(Path())
+        await pair.round("storm")
+        result = await pair.round("storm")
+    except PairError as error:
+        return [BenchRow(label, 0.0, "x", False, note=str(error))]
+    finally:
+        await pair.close()
+    landed = [float(seconds) for seconds in result["landed"]]
+    slowest, middle = landed[-1], landed[len(landed) // 2]
+    wrong = len(result["errors"])
+    note = f"{len(landed)} landed within {slowest * 1000:.0f} ms, half of them in {middle * 1000:.0f} ms"
+    return [
+        BenchRow(f"{label}: slowest / median", slowest / middle, "x", False, goal=FAIR_FACTOR, note=note),
+        BenchRow(
+            f"{label}: errors and leaks",
+            float(wrong + result["left"]),
+            "",
+            False,
+            goal=0.0,
+            note="; ".join(sorted(set(result["errors"]))[:2]),
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)
