@@ -94,7 +94,10 @@ class DecodeWorker:
         self._fetcher = PrefixFetcher(engine, endpoint, worker_id)
         self.loop = DecodeLoop(worker_id, engine, endpoint, self._fetcher, config, clock or MonotonicClock())
         role = worker_pb2.WORKER_ROLE_BOTH if is_colocated else worker_pb2.WORKER_ROLE_DECODE
-        self.service = WorkerService(Identity(worker_id, role, heartbeat_s), engine, endpoint, self.loop)
+        limits = worker_pb2.WorkerLimits(
+            running_max=config.running_max, waiting_max=config.waiting_max, token_budget=config.token_budget
+        )
+        self.service = WorkerService(Identity(worker_id, role, heartbeat_s, limits), engine, endpoint, self.loop)
         self._rpc = RpcServer.bind(host)
         self.address = self._rpc.address
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._rpc.server)

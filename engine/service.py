@@ -54,6 +54,7 @@ class Identity(NamedTuple):
     worker_id: str
     role: worker_pb2.WorkerRole.ValueType
     heartbeat_s: float
+    limits: worker_pb2.WorkerLimits | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +156,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             context_tokens=engine.context_tokens,
             backend=engine.backend,
             transfer=self._endpoint.address,
+            limits=self._identity.limits,
         )
 
     def load(self) -> worker_pb2.LoadReport:

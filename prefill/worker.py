@@ -78,7 +78,8 @@ class PrefillWorker:
         self.endpoint = endpoint
         self._fetcher = PrefixFetcher(engine, endpoint, worker_id)
         self.loop = PrefillLoop(worker_id, engine, self._fetcher, config, clock or MonotonicClock())
-        identity = Identity(worker_id, worker_pb2.WORKER_ROLE_PREFILL, heartbeat_s)
+        limits = worker_pb2.WorkerLimits(waiting_max=config.waiting_max, token_budget=config.token_budget)
+        identity = Identity(worker_id, worker_pb2.WORKER_ROLE_PREFILL, heartbeat_s, limits)
         self.service = WorkerService(identity, engine, endpoint, self.loop)
         self._rpc = RpcServer.bind(host)
         self.address = self._rpc.address

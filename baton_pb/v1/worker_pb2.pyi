@@ -93,6 +93,7 @@ class HandshakeReply(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___WorkerRole.ValueType
     generation: _builtins.int
@@ -106,6 +107,8 @@ class HandshakeReply(_message.Message):
     def layout(self) -> _transfer_pb2.BlockLayout: ...
     @_builtins.property
     def transfer(self) -> _transfer_pb2.TransferAddress: ...
+    @_builtins.property
+    def limits(self) -> Global___WorkerLimits: ...
     def __init__(
         self,
         *,
@@ -119,14 +122,45 @@ class HandshakeReply(_message.Message):
         context_tokens: _builtins.int = ...,
         backend: _builtins.str = ...,
         transfer: _transfer_pb2.TransferAddress | None = ...,
+        limits: Global___WorkerLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "context_tokens", b"context_tokens", "generation", b"generation", "hash_probe", b"hash_probe", "layout", b"layout", "model_id", b"model_id", "num_blocks", b"num_blocks", "role", b"role", "transfer", b"transfer", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "context_tokens", b"context_tokens", "generation", b"generation", "hash_probe", b"hash_probe", "layout", b"layout", "limits", b"limits", "model_id", b"model_id", "num_blocks", b"num_blocks", "role", b"role", "transfer", b"transfer", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandshakeReply: _TypeAlias = HandshakeReply  # noqa: Y015
+
+@_typing.final
+class WorkerLimits(_message.Message):
+    """As configured; 0: unknown."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_MAX_FIELD_NUMBER: _builtins.int
+    WAITING_MAX_FIELD_NUMBER: _builtins.int
+    TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
+    running_max: _builtins.int
+    """Most sequences in a step."""
+    waiting_max: _builtins.int
+    """Most requests that wait here; beyond it one is refused."""
+    token_budget: _builtins.int
+    """Most tokens in a step."""
+    def __init__(
+        self,
+        *,
+        running_max: _builtins.int = ...,
+        waiting_max: _builtins.int = ...,
+        token_budget: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_max", b"running_max", "token_budget", b"token_budget", "waiting_max", b"waiting_max"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLimits: _TypeAlias = WorkerLimits  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):

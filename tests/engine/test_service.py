@@ -102,7 +102,8 @@ class Watch:
 async def serving(heartbeat_s: float = 5.0, num_blocks: int = 8) -> AsyncIterator[Bench]:
     engine, loop = FakeEngine(num_blocks=num_blocks), IdleLoop()
     endpoint = FakeNetwork().endpoint("w", engine.kv)  # type: ignore[arg-type]  # it needs a BlockStore only
-    service = WorkerService(Identity("w", worker_pb2.WORKER_ROLE_DECODE, heartbeat_s), engine, endpoint, loop)
+    limits = worker_pb2.WorkerLimits(running_max=3, waiting_max=5, token_budget=7)
+    service = WorkerService(Identity("w", worker_pb2.WORKER_ROLE_DECODE, heartbeat_s, limits), engine, endpoint, loop)
     server = RpcServer.bind("127.0.0.1")
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.server)
     await server.start()
@@ -125,6 +126,7 @@ def test_the_handshake_tells_what_callers_compare() -> None:
             assert reply.layout == bench.engine.layout.to_pb()
             assert (reply.num_blocks, reply.context_tokens, reply.backend) == (8, 4096, "fake")
             assert reply.transfer.worker_id == "w"
+            assert reply.limits == worker_pb2.WorkerLimits(running_max=3, waiting_max=5, token_budget=7)
 
     asyncio.run(main())
 
