@@ -7,7 +7,7 @@ at once which part of its schema cannot be obeyed.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,6 @@ from common.errors import InvalidRequestError
 
 Json = dict[str, Any]
 
-DEPTH_MAX = 64
-"""Levels of a schema."""
 CHOICES_MAX = 2048
 _WHITESPACE = r"( |\n[ \t]{0,32})?"
 """Between the parts of JSON: enough for what models write, and bounded, or a model could write nothing else."""
@@ -47,12 +45,13 @@ def parser_limits() -> llguidance.LLParserLimits:
     )
 
 
-def form_of(grammar: common_pb2.Grammar, bytes_max: int) -> Form:
+def form_of(grammar: common_pb2.Grammar, bytes_max: int, depth_max: int) -> Form:
     """Check a client's grammar and return it.
 
     Args:
         grammar: from the client.
         bytes_max: longest text that it may have.
+        depth_max: levels that a schema may have.
 
     Raises:
         InvalidRequestError: too large, not valid, or with a part that cannot be obeyed; the message begins with the
@@ -64,7 +63,8 @@ def form_of(grammar: common_pb2.Grammar, bytes_max: int) -> Form:
         case "json_object":
             return json_form({"type": "object"}, "grammar.json_object")
         case "json_schema":
-            return json_form(_parsed(grammar.json_schema, "grammar.json_schema"), "grammar.json_schema")
+            path = "grammar.json_schema"
+            return json_form(parsed_schema(grammar.json_schema, path, depth_max), path)
         case "regex":
             return _checked(_lark_of(llguidance.LLMatcher.grammar_from_regex(grammar.regex)), "grammar.regex")
         case "choice":
@@ -85,8 +85,10 @@ def json_form(schema: Json, path: str) -> Form:
     Raises:
         InvalidRequestError: naming the part of the schema that cannot be obeyed.
     """
-    _check_depth(schema, path, DEPTH_MAX)
-    form = Form("start: @json", {"json": {"json_schema": _with_options(schema)}})
+    try:
+        form = Form("start: @json", {"json": {"json_schema": _with_options(schema)}})
+    except ValueError as error:
+        raise InvalidRequestError(f"{path} is not supported: {error}") from error
     trouble = _trouble(form)
     if trouble:
         where = _located(schema, schema)
@@ -184,26 +186,32 @@ def _checked(form: Form, path: str) -> Form:
     return form
 
 
-def _parsed(text: str, path: str) -> Json:
+def parsed_schema(text: str, path: str, depth_max: int) -> Json:
+    """Read a JSON schema.
+
+    Raises:
+        InvalidRequestError: no JSON, no object, or too deep.
+    """
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{path} is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{path} must be a JSON object, got {type(schema).__name__}")
+    if _depth(schema) > depth_max:
+        raise InvalidRequestError(f"{path} must have at most {depth_max} levels, got {_depth(schema)}")
     return schema
 
 
-def _check_depth(value: Any, path: str, levels: int) -> None:
-    if not isinstance(value, dict | list):
-        return
-    if levels == 0:
-        raise InvalidRequestError(f"{path} must have at most {DEPTH_MAX} levels")
-    for part in value.values() if isinstance(value, dict) else value:
-        _check_depth(part, path, levels - 1)
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [part for part in level if isinstance(part, dict | list)]:
+        depth += 1
+        level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
+    return depth
 
 
-def _choice(texts: "Mapping[int, str] | Any") -> Form:
+def _choice(texts: Sequence[str]) -> Form:
     if not 1 <= len(texts) <= CHOICES_MAX:
         raise InvalidRequestError(f"grammar.choice must have 1 to {CHOICES_MAX} texts, got {len(texts)}")
     for number, text in enumerate(texts):

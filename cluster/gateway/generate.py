@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
+from cluster.gateway.constraints import Constraints
 from cluster.gateway.counts import Counts
 from cluster.gateway.decode_client import DecodeClients, Outputs, SequenceStream, UnreadError
 from cluster.gateway.failures import Failures
@@ -31,7 +32,7 @@ class _Prepared:
     token_ids: Sequence[int]
     block_tokens: int
     sampling: common_pb2.SamplingParams
-    """The request's, with max_tokens."""
+    """The request's, with max_tokens and the constraint."""
 
 
 class Generator:
@@ -57,6 +58,7 @@ class Generator:
         self._router = router
         self._workers = workers
         self._tokenizing = tokenizing
+        self._constraints = Constraints(tokenizing, config.request)
         self._counts = counts
         self._clock = clock
         self._metrics = metrics
@@ -110,12 +112,14 @@ class Generator:
         """Tokenize a request and see that it fits."""
         token_ids = await self._tokenizing.token_ids(request.prompt)
         check_window(len(token_ids), _max_tokens(request), self.limits())  # before anything is waited for
+        constraint = "" if request.grammar is None else await self._constraints.of(request.grammar)
         cluster = await self._router.known_facts()
         if cluster.model_id != self._model_id:
             raise MismatchError(f"the workers serve model {cluster.model_id!r}, this gateway {self._model_id!r}")
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         sampling.max_tokens = check_window(len(token_ids), _max_tokens(request), self.limits())
+        sampling.constraint = constraint
         return _Prepared(request, token_ids, cluster.block_tokens, sampling)
 
     async def _serve(self, prepared: _Prepared, progress: Progress, deadline_s: float) -> AsyncGenerator[Delta, None]:

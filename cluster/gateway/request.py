@@ -76,8 +76,10 @@ class Request:
     request_id: str
     prompt: Prompt
     sampling: common_pb2.SamplingParams
-    """For the workers: with a seed, without stop strings. Not changed by anybody."""
+    """For the workers: with a seed, without stop strings and grammar. Not changed by anybody."""
     stop: tuple[str, ...]
+    grammar: common_pb2.Grammar | None = None
+    """What the output must look like."""
     level: ServiceLevel = ORDINARY
     tenant: str = ""
     """Whose it is; by whom that is known, the message does not say."""
@@ -103,7 +105,9 @@ def request_from_pb(
     sampling.CopyFrom(message.sampling)
     _check_sampling(sampling, limits)
     stop = _check_stop(tuple(sampling.stop), limits.request.stop_strings_max)
+    grammar = message.sampling.grammar if sampling.HasField("grammar") else None
     sampling.ClearField("stop")
+    sampling.ClearField("grammar")
     if not sampling.HasField("seed"):
         sampling.seed = draw_seed()
     return Request(
@@ -111,6 +115,7 @@ def request_from_pb(
         _prompt_from_pb(message, limits),
         sampling,
         stop,
+        grammar,
         level_from_pb(message),
     )
 
@@ -254,6 +259,10 @@ def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits) -> None
             raise InvalidRequestError(
                 f"min_tokens must be at most max_tokens, {sampling.max_tokens}, got {sampling.min_tokens}"
             )
+    if sampling.constraint:
+        raise InvalidRequestError("constraint is made by the gateway: set grammar")
+    if sampling.HasField("grammar") and sampling.ignore_eos:
+        raise InvalidRequestError("ignore_eos must not be set with a grammar, which ends the output by itself")
     if sampling.min_tokens >= limits.context_tokens:
         raise InvalidRequestError(
             f"min_tokens must be below the context window, {limits.context_tokens}, got {sampling.min_tokens}"

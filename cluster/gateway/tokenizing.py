@@ -50,7 +50,9 @@ class Tokenizing:
         """Give the thread back; idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, num_characters: int, work: Callable[[], T]) -> T:
-        if num_characters <= _INLINE_CHARACTERS_MAX:
-            return work()
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` on the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _run(self, num_characters: int, work: Callable[[], T]) -> T:
+        return work() if num_characters <= _INLINE_CHARACTERS_MAX else await self.on_thread(work)

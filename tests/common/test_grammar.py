@@ -9,10 +9,11 @@ import pytest
 
 from baton_pb.v1.common_pb2 import Choices, Grammar, JsonObject
 from common.errors import InvalidRequestError
-from common.grammar import CHOICES_MAX, DEPTH_MAX, Form, after_thinking, constraint_of, form_of, parser_limits
+from common.grammar import CHOICES_MAX, Form, after_thinking, constraint_of, form_of, parser_limits
 from engine.tiny import write_tokenizer
 
 BYTES_MAX = 65536
+DEPTH_MAX = 32
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ CASES = [
 def test_a_form_accepts_its_language_and_nothing_else(
     tokenizer: llguidance.LLTokenizer, grammar: Grammar, good: list[str], bad: list[str]
 ) -> None:
-    form = form_of(grammar, BYTES_MAX)
+    form = form_of(grammar, BYTES_MAX, DEPTH_MAX)
 
     assert [_is_accepted(tokenizer, form, text) for text in good] == [True] * len(good)
     assert [_is_accepted(tokenizer, form, text) for text in bad] == [False] * len(bad)
@@ -62,7 +63,7 @@ def test_a_form_accepts_its_language_and_nothing_else(
 def test_the_same_language_follows_thinking(
     tokenizer: llguidance.LLTokenizer, grammar: Grammar, good: list[str], bad: list[str]
 ) -> None:
-    form = form_of(grammar, BYTES_MAX)
+    form = form_of(grammar, BYTES_MAX, DEPTH_MAX)
     optional = after_thinking(form, '"<think>"', "</think>", is_open=False)
     begun = after_thinking(form, '"<think>"', "</think>", is_open=True)
 
@@ -76,7 +77,9 @@ def test_the_same_language_follows_thinking(
 
 
 def test_json_cannot_go_on_with_spaces_for_ever(tokenizer: llguidance.LLTokenizer) -> None:
-    assert not _is_accepted(tokenizer, form_of(_schema(_obj(a={"type": "integer"})), BYTES_MAX), '{\n\n\n"a": 1}')
+    assert not _is_accepted(
+        tokenizer, form_of(_schema(_obj(a={"type": "integer"})), BYTES_MAX, DEPTH_MAX), '{\n\n\n"a": 1}'
+    )
 
 
 def _nested(levels: int) -> dict[str, Any]:
@@ -113,6 +116,6 @@ def _nested(levels: int) -> dict[str, Any]:
 )
 def test_what_cannot_be_obeyed_is_refused_with_its_path(grammar: Grammar, message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        form_of(grammar, BYTES_MAX)
+        form_of(grammar, BYTES_MAX, DEPTH_MAX)
 
     assert message in caught.value.message

@@ -142,7 +142,8 @@ class HttpFace:
         self._check_choices(asked.num_choices)
         streams, model_id = self._streams(exchange, asked.to_pb()), self._parts.generator.limits().model_id
         form = ChatForm(exchange.request_id, asked, self._parts.text)
-        await Answer(exchange, asked, form, model_id).serve(streams)
+        with asked.named_as_asked():
+            await Answer(exchange, asked, form, model_id).serve(streams)
 
     async def _completions(self, exchange: Exchange) -> None:
         asked = await _read(exchange, CompletionRequest)
@@ -152,7 +153,8 @@ class HttpFace:
         streams = self._streams(exchange, *map(asked.to_pb, asked.prompts))
         model_id = self._parts.generator.limits().model_id
         form = CompletionForm(exchange.request_id, asked, self._parts.text)
-        await Answer(exchange, asked, form, model_id).serve(streams)
+        with asked.named_as_asked():
+            await Answer(exchange, asked, form, model_id).serve(streams)
 
     def _streams(self, exchange: Exchange, *messages: inference_pb2.GenerateRequest) -> Streams:
         return choices_of(

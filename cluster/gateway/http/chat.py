@@ -8,7 +8,8 @@ from pydantic import Field, JsonValue
 
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.http.answer import Json
-from cluster.gateway.http.fields import Count, Fields, Ignored, Only, SamplingFields, TopLogprobs
+from cluster.gateway.http.base import Fields, Ignored, Only
+from cluster.gateway.http.fields import Count, SamplingFields, TopLogprobs
 from cluster.gateway.http.logprobs import chat_logprobs
 from cluster.gateway.request import MESSAGES_MAX
 from common.text import Text

@@ -8,7 +8,8 @@ from pydantic import Field, JsonValue
 
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.http.answer import Json
-from cluster.gateway.http.fields import Count, Only, SamplingFields, TokenId, TopLogprobs
+from cluster.gateway.http.base import Only
+from cluster.gateway.http.fields import Count, SamplingFields, TokenId, TopLogprobs
 from cluster.gateway.http.logprobs import completion_logprobs
 from common.text import Text
 

@@ -1,14 +1,15 @@
 """Fields that requests share: what is understood, what is ignored, what is refused, and the message for the workers."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, JsonValue
 
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.choices import CHOICES_MAX
+from cluster.gateway.http.base import Fields, Ignored, Only
+from cluster.gateway.http.structured import StructuredFields
 from cluster.gateway.request import (
     BIAS_MAX,
     IDS_MAX,
@@ -24,31 +25,6 @@ TOKENS_MAX = 2**31 - 1
 _ID_MAX = 2**32 - 1
 
 
-class Only:
-    """Marks a field that we know and do not support: null is accepted, and values that change nothing."""
-
-    def __init__(self, *neutral: JsonValue) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: pydantic.GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"enum": [None, *self._neutral], "description": "Not supported; accepted when it changes nothing."}
-
-    def _check(self, value: JsonValue) -> JsonValue:
-        if value is not None and not any(value == one and type(value) is type(one) for one in self._neutral):
-            allowed = f" (only {' or '.join(map(_shown, self._neutral))} may be given)" if self._neutral else ""
-            raise ValueError(f"not supported here{allowed}")
-        return value
-
-
-def _shown(value: JsonValue) -> str:
-    return str(pydantic.TypeAdapter[JsonValue](JsonValue).dump_json(value), "utf-8")
-
-
 TokenId = Annotated[int, Field(ge=0, le=_ID_MAX)]
 TokenIdList = Annotated[list[TokenId], Field(max_length=IDS_MAX)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
@@ -58,17 +34,10 @@ Bias = Annotated[float, Field(ge=-BIAS_MAX, le=BIAS_MAX)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """A token id as a key of a JSON object."""
 Target = Annotated[float, Field(gt=0, le=TARGET_MAX_S)]
-Ignored = Annotated[JsonValue, Field(description="Accepted and ignored: it has no effect on the answer.")]
 
 
 def _named(priority: JsonValue) -> JsonValue:
     return "normal" if type(priority) is int and priority == 0 else priority
-
-
-class Fields(BaseModel):
-    """Base of all request bodies: exact JSON types, no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(Fields):
@@ -81,7 +50,7 @@ class StreamOptions(Fields):
     include_obfuscation: Ignored = None
 
 
-class SamplingFields(Fields):
+class SamplingFields(StructuredFields):
     """Fields of both kinds of completions."""
 
     model: str = ""
@@ -143,12 +112,6 @@ class SamplingFields(Fields):
     prompt_logprobs: Annotated[JsonValue, Only()] = None
     use_beam_search: Annotated[JsonValue, Only(False)] = None
     length_penalty: Annotated[JsonValue, Only(1, 1.0)] = None
-    response_format: Annotated[JsonValue, Only({"type": "text"})] = None
-    structured_outputs: Annotated[JsonValue, Only()] = None
-    guided_json: Annotated[JsonValue, Only()] = None
-    guided_regex: Annotated[JsonValue, Only()] = None
-    guided_choice: Annotated[JsonValue, Only()] = None
-    guided_grammar: Annotated[JsonValue, Only()] = None
 
     @pydantic.model_validator(mode="after")
     def _check_stream_options(self) -> "SamplingFields":
@@ -196,6 +159,8 @@ class SamplingFields(Fields):
         )
         for token_id, bias in (self.logit_bias or {}).items():
             made.logit_bias[int(token_id)] = bias
+        if (grammar := self.grammar()) is not None:
+            made.grammar.CopyFrom(grammar)
         return made
 
     def set_level(self, made: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:

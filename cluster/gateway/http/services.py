@@ -8,8 +8,9 @@ from pydantic import Field, JsonValue
 
 from baton_pb.v1 import inference_pb2
 from cluster.gateway.generate import Generator
+from cluster.gateway.http.base import Fields, Only
 from cluster.gateway.http.chat import Message
-from cluster.gateway.http.fields import Fields, Only, TokenId
+from cluster.gateway.http.fields import TokenId
 from cluster.gateway.request import MESSAGES_MAX, TextPrompt, check_chat, check_model, check_text
 from cluster.gateway.tokenizing import Tokenizing
 from common.errors import InvalidRequestError

@@ -54,7 +54,6 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
     ({"tools": [TOOL]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ({"priority": 5}, "priority"),
