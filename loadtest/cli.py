@@ -16,10 +16,32 @@ from common.errors import BatonError, ConfigError
 from loadtest.bench import transfer as transfer_bench
 from loadtest.capacity import measure_capacity
 from loadtest.client import BatonTarget, Target
-from loadtest.execute import Plan, execute, find_goodput
+from loadtest.execute import InterruptedRunError, Plan, execute, find_goodput
 from loadtest.goodput import ATTAINMENT, GoodputSearch
 from loadtest.metrics import summarize
 from loadtest.openai import OpenAITarget
+from loadtest.options import (
+    ArrivalOption,
+    ContextOption,
+    DurationOption,
+    IgnoreEosOption,
+    JsonOption,
+    KeyOption,
+    ModelOption,
+    OutputOption,
+    PrecisionOption,
+    RateOption,
+    ReportOption,
+    SeedOption,
+    SessionsOption,
+    TargetArgument,
+    TimeoutOption,
+    TpotOption,
+    TtftOption,
+    VocabOption,
+    WordsOption,
+    WorkloadOption,
+)
 from loadtest.progress import LiveProgress
 from loadtest.records import RunFile, Slo
 from loadtest.report import write_comparison, write_report
@@ -44,54 +66,13 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 bench.command("transfer")(transfer_bench.main)
 
-TargetArgument = Annotated[
-    str, typer.Argument(help="HOST:PORT of Baton's gRPC API, or http(s)://... of any OpenAI-compatible server.")
-]
-WorkloadOption = Annotated[
-    str,
-    typer.Option(
-        "--workload",
-        "-w",
-        help="KIND[:key=value,...]. synthetic: prompt_tokens output_tokens spread prefixes prefix_tokens. "
-        "conversation: turns systems system_tokens user_tokens output_tokens think_s spread form(ids|chat). "
-        "mooncake: path tokens_per_block granularity longest. azure: path longest. prompts: path output_tokens.",
-    ),
-]
-ArrivalOption = Annotated[
-    str,
-    typer.Option(
-        "--arrival",
-        "-a",
-        help="KIND[:key=value,...]. poisson: rate. constant: rate. gamma: rate burstiness. closed: users think_s. "
-        "trace: speedup.",
-    ),
-]
-SessionsOption = Annotated[
-    int | None,
-    typer.Option("--sessions", "-n", min=1, help="Most sessions (requests, or whole conversations)."),
-]
-DurationOption = Annotated[float | None, typer.Option(min=0.001, help="Start no session after so many seconds.")]
-SeedOption = Annotated[int, typer.Option(help="Of content and arrivals: the same seed sends the same.")]
-TtftOption = Annotated[float, typer.Option("--slo-ttft", min=0, help="Target for TTFT, seconds.")]
-TpotOption = Annotated[float, typer.Option("--slo-tpot", min=0, help="Target for TPOT, seconds.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.001, help="Deadline of each request, seconds.")]
-IgnoreEosOption = Annotated[bool, typer.Option(help="Generate exactly as many tokens as asked.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write every request and a summary (JSON).")]
-ReportOption = Annotated[Path | None, typer.Option("--report", "-r", help="Write a self-contained HTML page.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
-ModelOption = Annotated[str | None, typer.Option(help="Model to ask for (OpenAI targets).")]
-ContextOption = Annotated[int, typer.Option(min=64, help="Window, where the server does not tell (OpenAI targets).")]
-VocabOption = Annotated[
-    int | None, typer.Option(min=32, help="Draw token ids below this; OpenAI targets do not tell theirs: 32000.")
-]
-WordsOption = Annotated[bool, typer.Option("--words", help="Send words in place of token ids (OpenAI targets).")]
-KeyOption = Annotated[Path | None, typer.Option(help="File that holds the bearer token (OpenAI targets).")]
-RateOption = Annotated[float, typer.Option("--first-rate", min=0.0001, help="Sessions per second to begin with.")]
-PrecisionOption = Annotated[float, typer.Option(min=0.001, help="End of the search: relative width of the bracket.")]
+_SEARCH = "find-goodput"
 
 
-@loadtest.command()
+@loadtest.command("run", help="Send one workload and show latencies, throughput, goodput, cache hits and errors.")
+@loadtest.command(_SEARCH, help="Bisect the rate at which 90 % of the requests still meet both targets.")
 def run(
+    context: typer.Context,
     target: TargetArgument = "127.0.0.1:50051",
     workload: WorkloadOption = "synthetic",
     arrival: ArrivalOption = "poisson:rate=2",
@@ -116,63 +97,19 @@ def run(
     first_rate: RateOption = 0.5,
     precision: PrecisionOption = 0.05,
 ) -> None:
-    """Send one workload and show latencies, throughput, goodput, cache hits and errors."""
+    """Send one workload, once or at one rate after the other."""
     with _one_line_errors():
         options = RunOptions(seed=seed, duration_s=duration, timeout_s=timeout, ignore_eos=ignore_eos)
         plan = _plan(workload, arrival, sessions, Slo(slo_ttft, slo_tpot), options)
         connect = partial(_target, target, model, context_tokens, vocab_tokens, words, api_key_file)
-        goodput = GoodputSearch(first_rate, ATTAINMENT, precision) if search else None
-        result = asyncio.run(_drive(connect, plan, target, goodput))
+        is_search = search or context.info_name == _SEARCH
+        goodput = GoodputSearch(first_rate, ATTAINMENT, precision) if is_search else None
+        try:
+            result = asyncio.run(_drive(connect, plan, target, goodput))
+        except InterruptedRunError as interrupted:  # what has ended so far was measured, and is worth keeping
+            _deliver(interrupted.run, goodput, output, report, as_json)
+            raise typer.Exit(130) from interrupted
         _deliver(result, goodput, output, report, as_json)
-
-
-@loadtest.command("find-goodput")
-def find_goodput_command(
-    target: TargetArgument = "127.0.0.1:50051",
-    workload: WorkloadOption = "synthetic",
-    arrival: ArrivalOption = "poisson:rate=1",
-    sessions: SessionsOption = None,
-    duration: DurationOption = None,
-    seed: SeedOption = 0,
-    slo_ttft: TtftOption = 2.0,
-    slo_tpot: TpotOption = 0.2,
-    timeout: TimeoutOption = 300.0,
-    ignore_eos: IgnoreEosOption = True,
-    output: OutputOption = None,
-    report: ReportOption = None,
-    as_json: JsonOption = False,
-    model: ModelOption = None,
-    context_tokens: ContextOption = 8192,
-    vocab_tokens: VocabOption = None,
-    words: WordsOption = False,
-    api_key_file: KeyOption = None,
-    first_rate: RateOption = 0.5,
-    precision: PrecisionOption = 0.05,
-) -> None:
-    """Bisect the rate at which 90 % of the requests still meet both targets."""
-    run(
-        target=target,
-        workload=workload,
-        arrival=arrival,
-        sessions=sessions,
-        duration=duration,
-        seed=seed,
-        slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot,
-        timeout=timeout,
-        ignore_eos=ignore_eos,
-        output=output,
-        report=report,
-        as_json=as_json,
-        model=model,
-        context_tokens=context_tokens,
-        vocab_tokens=vocab_tokens,
-        words=words,
-        api_key_file=api_key_file,
-        search=True,
-        first_rate=first_rate,
-        precision=precision,
-    )
 
 
 @loadtest.command()

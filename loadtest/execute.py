@@ -1,5 +1,6 @@
 """From a plan to a run file: one run, or the search for the highest rate within the SLO."""
 
+import asyncio
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -47,6 +48,14 @@ class Plan:
         }
 
 
+class InterruptedRunError(Exception):
+    """A run that was cancelled; `run` holds every request that had ended by then."""
+
+    def __init__(self, run: RunFile) -> None:
+        super().__init__("the run was interrupted")
+        self.run = run
+
+
 def describe(node: Workload | Arrival) -> str:
     """Return the spec that parses to this node, defaults left out."""
     fields = node.model_dump(exclude_defaults=True, exclude={"kind"})
@@ -65,11 +74,16 @@ async def execute(target: Target, model: ServedModel, plan: Plan, observer: Obse
 
     Raises:
         ConfigError: the workload does not fit the model's window, or has no times although they were asked for.
+        InterruptedRunError: instead of the cancellation of the task, so that what was measured is not lost.
     """
-    run = LoadRun(target, plan.options, observer)
+    run, meta = LoadRun(target, plan.options, observer), plan.meta(name, model.id)
     sessions = take(plan.workload, plan.options.seed, model.context_tokens, plan.sessions_max)
-    await run.run(sessions, plan.arrival)
-    return finished_run(plan, run.records, plan.meta(name, model.id))
+    try:
+        await run.run(sessions, plan.arrival)
+    except asyncio.CancelledError:
+        unfinished = {"interrupted": True, "unfinished": run.num_sent - len(run.records)}
+        raise InterruptedRunError(finished_run(plan, run.records, meta | unfinished)) from None
+    return finished_run(plan, run.records, meta)
 
 
 def finished_run(plan: Plan, records: list[RequestRecord], meta: dict[str, Any]) -> RunFile:
@@ -90,6 +104,7 @@ async def find_goodput(
 
     Raises:
         ConfigError: the arrivals have no rate to search for.
+        InterruptedRunError: with the best run so far and all points; see `execute`.
     """
     if isinstance(plan.arrival, ClosedArrival | TraceArrival):
         raise ConfigError(f"a goodput search needs arrivals with a rate to search for, not {plan.arrival.kind}")
@@ -97,7 +112,10 @@ async def find_goodput(
     while (rate := search.next_rate) is not None:
         options = replace(plan.options, seed=plan.options.seed + len(search.points))
         step = replace(plan, arrival=at_rate(plan.arrival, rate), options=options)
-        run = await execute(target, model, step, observer, name)
+        try:
+            run = await execute(target, model, step, observer, name)
+        except InterruptedRunError as interrupted:
+            raise InterruptedRunError(replace(best or interrupted.run, points=tuple(search.points))) from None
         search.observe(rate_point(rate, run))
         if best is None or rate == search.best_rate or not search.best_rate:
             best = run

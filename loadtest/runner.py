@@ -57,6 +57,7 @@ class LoadRun:
 
     def __init__(self, target: Target, options: RunOptions, observer: Observer | None = None) -> None:
         self.records: list[RequestRecord] = []
+        self.num_sent = 0
         self._target = target
         self._options = options
         self._observer = observer or Unobserved()
@@ -144,6 +145,7 @@ class LoadRun:
         """Send one request and keep its record; None when it failed."""
         log, error = StreamLog(), None
         sent = time.monotonic()
+        self.num_sent += 1
         self._observer.on_sent()
         try:
             await self._target.generate(request, log)

@@ -2,30 +2,78 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from baton_pb.v1 import inference_pb2_grpc
+from common.rpc import bind
 from loadtest.cli import app
-from loadtest.echo import EchoServer
+from loadtest.echo import EchoServer, EchoService, EchoTimes
 from loadtest.records import RunFile
 
 
 @pytest.fixture(scope="module")
-def echo() -> Iterator[str]:
-    """An echo on a loop of its own; the commands under test run their own."""
+def background() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop for servers; the commands under test run their own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(EchoServer.start(), loop).result(10)
-    yield server.address
-    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+    yield loop
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def echo(background: asyncio.AbstractEventLoop) -> Iterator[str]:
+    server = asyncio.run_coroutine_threadsafe(EchoServer.start(), background).result(10)
+    yield server.address
+    asyncio.run_coroutine_threadsafe(server.stop(), background).result(10)
+
+
+class StallingEcho(EchoService):
+    """Answers `answered` requests and keeps all others waiting; `stalled` is set when `users` of them wait."""
+
+    def __init__(self, answered: int, users: int) -> None:
+        super().__init__(EchoTimes())
+        self.stalled = threading.Event()
+        self._answered, self._users = answered, users
+        self._count = 0
+
+    async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._count += 1
+        if self._count > self._answered:
+            if self._count == self._answered + self._users:
+                self.stalled.set()
+            await asyncio.Event().wait()
+        async for response in super().Generate(request, context):
+            yield response
+
+
+@pytest.fixture
+def stalling(background: asyncio.AbstractEventLoop) -> Iterator[tuple[str, StallingEcho]]:
+    """An echo that stops answering after five requests, when two wait."""
+
+    async def start() -> tuple[grpc.aio.Server, str, StallingEcho]:
+        server, service = grpc.aio.server(), StallingEcho(5, 2)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+        address = bind(server, "127.0.0.1", 0)
+        await server.start()
+        return server, address, service
+
+    server, address, service = asyncio.run_coroutine_threadsafe(start(), background).result(10)
+    yield address, service
+    asyncio.run_coroutine_threadsafe(server.stop(None), background).result(10)
 
 
 def test_a_run_leaves_json_and_a_page(echo: str, tmp_path: Path) -> None:
@@ -43,6 +91,30 @@ def test_a_run_leaves_json_and_a_page(echo: str, tmp_path: Path) -> None:
     assert len(run.records) == 6
     assert run.meta["workload"] == "conversation:turns=2,output_tokens=3"
     assert report.read_text().startswith("<!doctype html>")
+
+
+def test_ctrl_c_leaves_what_was_measured(stalling: tuple[str, StallingEcho], tmp_path: Path) -> None:
+    address, service = stalling
+    output, report = tmp_path / "partial.json", tmp_path / "partial.html"
+    files = ["-o", str(output), "-r", str(report)]
+    command = [sys.executable, "-m", "loadtest.cli", "loadtest", "run", address, "-a", "closed:users=2", *files]
+
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert service.stalled.wait(60)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 130, said
+    run = RunFile.load(output)
+    assert (len(run.records), run.meta["interrupted"], run.meta["unfinished"]) == (5, True, 2)
+    assert run.summary["completed"] == 5
+    assert report.exists()
+
+
+def test_a_search_and_a_run_take_the_same_options() -> None:
+    commands = typer.main.get_command(app).commands["loadtest"].commands  # type: ignore[attr-defined]  # click's, untyped
+
+    assert [p.opts for p in commands["run"].params] == [p.opts for p in commands["find-goodput"].params]
 
 
 def test_two_runs_are_compared(echo: str, tmp_path: Path) -> None:
@@ -73,7 +145,7 @@ def test_a_goodput_search_shows_its_rate_and_points(echo: str) -> None:
         "0",
     ]
 
-    result = CliRunner().invoke(app, ["loadtest", "run", echo, "--find-goodput", *arguments, "--json"])
+    result = CliRunner().invoke(app, ["loadtest", "find-goodput", echo, *arguments, "--json"])
 
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
