@@ -14,6 +14,26 @@ from kvtransfer.activity import Stop
 from kvtransfer.pieces import Runs
 
 
+class ByteSender(Protocol):
+    """A link that can carry bytes that are not the pool's own, e.g. coded ones."""
+
+    def send_bytes(self, data: memoryview, tag: int) -> asyncio.Future[None]:
+        """Start sending `data` as one message, after its Ready frame; see `OutboundLink.send` for tag and result."""
+        ...
+
+
+class ByteReceiver(Protocol):
+    """The other half of a `ByteSender`."""
+
+    def receive_bytes(self, buffer: memoryview, tag: int) -> asyncio.Future[None]:
+        """Bring one message of just the length of `buffer` into it; done when nothing writes to it any more."""
+        ...
+
+    def discard_bytes(self, num_bytes: int, tag: int) -> None:
+        """Let a message of a transfer that is over pass by."""
+        ...
+
+
 class OutboundLink(Protocol):
     """The sender's half of a link to one receiver."""
 
@@ -25,6 +45,11 @@ class OutboundLink(Protocol):
     @property
     def has_checksums(self) -> bool:
         """Whether pieces are verified where the ticket asks for it; both ends of a link say the same."""
+        ...
+
+    @property
+    def byte_sender(self) -> ByteSender | None:
+        """The means to carry coded bytes; None: the receiver reads the pool itself, where coding saves nothing."""
         ...
 
     def send(self, runs: Runs, tag: int) -> asyncio.Future[None] | None:
@@ -56,6 +81,11 @@ class InboundLink(Protocol):
     @property
     def has_checksums(self) -> bool:
         """Whether pieces are verified where the ticket asks for it; both ends of a link say the same."""
+        ...
+
+    @property
+    def byte_receiver(self) -> ByteReceiver | None:
+        """The other half of the sender's `byte_sender`."""
         ...
 
     def receive(self, runs: Runs, tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:

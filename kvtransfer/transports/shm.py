@@ -131,6 +131,7 @@ class ShmOutbound:
     """
 
     name = NAME
+    byte_sender = None
 
     def __init__(self, extra: bytes) -> None:
         self.has_checksums = extra == CHECKSUMS
@@ -153,6 +154,7 @@ class ShmInbound:
     """
 
     name = NAME
+    byte_receiver = None
 
     def __init__(self, source: Memory, target: Memory, threads: Executor, has_checksums: bool) -> None:
         self.has_checksums = has_checksums

@@ -98,6 +98,15 @@ class UcxOutbound(UcxLink):
         ]
         return self._driver.start(_all_done(sends))
 
+    @property
+    def byte_sender(self) -> "UcxOutbound":
+        """Itself."""
+        return self
+
+    def send_bytes(self, data: memoryview, tag: int) -> asyncio.Future[None]:
+        """Send one message; see `ByteSender.send_bytes`."""
+        return self._post(data, tag, is_send=True)
+
     async def _send_packed(self, runs: Runs, tag: int) -> None:
         # Not stoppable: the receiver has posted its receive.
         staging = Memory(memoryview(bytearray(runs.num_bytes)))
@@ -143,6 +152,19 @@ class UcxInbound(UcxLink):
         """Receive into a single byte: UCX ends the message as truncated, at both ends."""
         for i in range(1 if _is_packed(runs) else len(runs)):
             self._driver.start(_ended(self._post(self._nothing, run_tag(tag, i), is_send=False)))
+
+    @property
+    def byte_receiver(self) -> "UcxInbound":
+        """Itself."""
+        return self
+
+    def receive_bytes(self, buffer: memoryview, tag: int) -> asyncio.Future[None]:
+        """Receive one message; see `ByteReceiver.receive_bytes`."""
+        return self._post(buffer, tag, is_send=False)
+
+    def discard_bytes(self, num_bytes: int, tag: int) -> None:  # noqa: ARG002  # a tag is enough to find a message
+        """Receive into a single byte, as `discard` does."""
+        self._driver.start(_ended(self._post(self._nothing, tag, is_send=False)))
 
     async def _unpack(
         self, packed: asyncio.Future[None], staging: Memory, runs: Runs, checksum: bool, stop: Stop

@@ -1,0 +1,1 @@
+"""One file for each way to code blocks for a wire."""

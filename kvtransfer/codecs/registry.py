@@ -1,0 +1,22 @@
+"""Which codecs there are."""
+
+from kvtransfer.codecs.base import Codec
+from kvtransfer.codecs.fp8 import Fp8Codec
+from kvtransfer.codecs.int8 import Int8Codec
+from kvtransfer.codecs.lossless import LosslessCodec
+from kvtransfer.codecs.raw import RawCodec
+
+RAW = "raw"
+AUTO = "auto"
+"""In a ticket: the sender chooses among the lossless ones."""
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), LosslessCodec(), Int8Codec(), Fp8Codec())}
+
+
+def is_lossy(name: str) -> bool:
+    """Whether a ticket with this codec may bring other values than were computed."""
+    return name != AUTO and not CODECS[name].is_lossless
+
+
+def is_allowed(asked: str, used: str) -> bool:
+    """Whether a sender may use one codec for a ticket that asks for another; raw is never worse."""
+    return used in CODECS and (used in (asked, RAW) or (asked == AUTO and CODECS[used].is_lossless))
