@@ -1,21 +1,13 @@
 """Which block is free, used or kept, and which prefix it holds. Knows ids and hashes, no bytes and no torch."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import OverloadedError
+from engine.cache_log import CacheChange, CacheLog
 
-PENDING_HASHES_MAX = 1 << 16
-"""Undrained cache changes beyond which they are dropped: the gap in the numbers makes watchers ask for a snapshot."""
-
-
-class CacheChange(NamedTuple):
-    """Prefixes that became findable (`stored`) or were lost. Numbers have no gaps but for dropped changes."""
-
-    number: int
-    stored: bool
-    hashes: list[bytes]
+Evicted = Callable[[Sequence[tuple[int, bytes]]], None]
+"""Is told of blocks and the prefixes they hold, just before others may write to them."""
 
 
 class BlockPool:
@@ -39,10 +31,8 @@ class BlockPool:
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._pending: list[CacheChange] = []
-        self._pending_hashes = 0
-        self._last_number = 0
-        self._mergeable = False
+        self.log = CacheLog()
+        self.on_evict: Evicted | None = None
 
     @property
     def num_free(self) -> int:
@@ -67,6 +57,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one holder each, evicting least recently used kept ones if need be.
 
+        `on_evict` hears of the evicted ones before this returns.
+
         Raises:
             OverloadedError: fewer than `count` are available; nothing was taken.
         """
@@ -75,8 +67,11 @@ class BlockPool:
             raise OverloadedError(f"need {count} blocks, {self.num_available} available")
         evicted = [self._kept.popitem(last=False)[0] for _ in range(count - len(self._free))]
         if evicted:
-            self._note(False, [self._forget(block_id) for block_id in evicted])
+            hashes = [self._forget(block_id) for block_id in evicted]
+            self.log.note(False, hashes)
             self._free.extend(evicted)
+            if self.on_evict is not None:
+                self.on_evict(list(zip(evicted, hashes, strict=True)))
         taken = [self._free.popleft() for _ in range(count)]
         self._holders.update(dict.fromkeys(taken, 1))
         return taken
@@ -112,7 +107,7 @@ class BlockPool:
         if held is None and hash not in self._block_of:
             self._hash_of[block_id] = hash
             self._block_of[hash] = block_id
-            self._note(True, [hash])
+            self.log.note(True, [hash])
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Give up one holder's share of each block; give the blocks of a sequence in token order."""
@@ -129,14 +124,11 @@ class BlockPool:
 
     def drain_events(self) -> list[CacheChange]:
         """Return what changed since the last call, in order; neighbours of one kind are one change."""
-        pending, self._pending, self._pending_hashes = self._pending, [], 0
-        return pending
+        return self.log.drain()
 
     def snapshot(self) -> tuple[int, list[bytes]]:
         """Return the number of the last change, drained or not, and all hashes held after it."""
-        # Changes from here on get numbers of their own, so that a reader knows which ones the snapshot includes.
-        self._mergeable = False
-        return self._last_number, list(self._block_of)
+        return self.log.close_number(), list(self._block_of)
 
     def check(self) -> None:
         """Assert every invariant; for tests, linear in the pool's size."""
@@ -152,15 +144,3 @@ class BlockPool:
         block_hash = self._hash_of.pop(block_id)
         del self._block_of[block_hash]
         return block_hash
-
-    def _note(self, stored: bool, hashes: list[bytes]) -> None:
-        if self._pending_hashes + len(hashes) > PENDING_HASHES_MAX:
-            self.drain_events()
-            self._mergeable = False
-        self._pending_hashes += len(hashes)
-        if self._mergeable and self._pending and self._pending[-1].stored == stored:
-            self._pending[-1].hashes.extend(hashes)
-            return
-        self._last_number += 1
-        self._pending.append(CacheChange(self._last_number, stored, hashes))
-        self._mergeable = True

@@ -11,7 +11,7 @@ import grpc
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.chain_hash import probe
 from common.status import rpc_errors_to_status
-from engine.block_pool import CacheChange
+from engine.cache_log import CacheChange
 from engine.engine import Engine
 from kvtransfer.interface import Endpoint
 

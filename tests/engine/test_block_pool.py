@@ -7,7 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.chain_hash import chain_hashes
 from common.errors import OverloadedError
-from engine.block_pool import PENDING_HASHES_MAX, BlockPool
+from engine.block_pool import BlockPool
+from engine.cache_log import PENDING_HASHES_MAX
 
 BLOCK_TOKENS = 2
 NUM_BLOCKS = 8

@@ -1,0 +1,208 @@
+"""Below the pool: what it evicts goes to a bounded part of the host's memory, from there to disk, and can come back."""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.cache_log import CacheLog, CacheTier
+from engine.disk_tier import DiskTier
+from kvtransfer.store import BlockStore
+
+STAGED_BYTES_MAX = 64 << 20
+"""Evicted blocks that are copied but not encoded yet; beyond it evicted blocks are lost, as without tiers."""
+BATCH_BLOCKS = 32
+"""Blocks that are encoded, or written, in one go."""
+
+
+class Codec(Protocol):
+    """How blocks are kept."""
+
+    @property
+    def name(self) -> str:
+        """Names the format."""
+        ...
+
+    def encode(self, block: memoryview) -> bytes:
+        """Encode the bytes of a block."""
+        ...
+
+    def decode(self, data: bytes, block: memoryview) -> None:
+        """Write the bytes of a block.
+
+        Raises:
+            ValueError: not what `encode` returned.
+        """
+        ...
+
+
+class BlockTiers:
+    """The tiers of one worker.
+
+        pool ──evicted, copied──► staged ──encoded──► host ──least recently used──► disk ──► gone
+          ▲                          │                  │                             │
+          └──────── restore ─────────┴──────────────────┴─────────────────────────────┘
+
+    A block that was restored stays where it was, so that evicting it again costs nothing. Owned by the worker's loop;
+    encoding, decoding and files are left to other threads.
+    """
+
+    def __init__(self, store: BlockStore, log: CacheLog, codec: Codec, host_bytes: int, disk: DiskTier | None) -> None:
+        self.counters: Counter[str] = Counter()
+        self._store = store
+        self._log = log
+        self._codec = codec
+        self._host_bytes_max = host_bytes
+        self._disk = disk
+        self._staged: OrderedDict[bytes, bytes] = OrderedDict()
+        self._host: OrderedDict[bytes, bytes] = OrderedDict()
+        self._host_bytes = 0
+        self._wake = asyncio.Event()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing waits to be moved."""
+        return not self._staged and self._host_bytes <= self._host_bytes_max
+
+    def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Copy blocks that the pool is about to give away; those that are here already are only noted as used."""
+        block_bytes = self._store.layout.block_bytes
+        for block_id, block_hash in blocks:
+            if block_hash in self._host:
+                self._host.move_to_end(block_hash)
+            elif self._disk is not None and block_hash in self._disk:
+                self._disk.touch(block_hash)
+            elif (len(self._staged) + 1) * block_bytes > STAGED_BYTES_MAX:
+                self.counters["tier_blocks_dropped_total"] += 1
+            else:
+                self._staged[block_hash] = bytes(self._block(block_id))
+                self._wake.set()
+
+    def peek(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of the first `hashes` are here."""
+        for count, block_hash in enumerate(hashes):
+            if self._where(block_hash) is None:
+                return count
+        return len(hashes)
+
+    async def restore(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int:
+        """Write blocks into blocks of the pool that the caller holds; return how many of the first ones came.
+
+        A block that cannot be read any more ends it. When cancelled, this returns only after the last byte was written.
+        """
+        sources = [self._staged.get(block_hash) or self._host.get(block_hash) for block_hash in hashes]
+        is_raw = [block_hash in self._staged for block_hash in hashes]
+        reading = asyncio.ensure_future(asyncio.to_thread(self._read, hashes, sources, is_raw, block_ids))
+        try:
+            count = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await asyncio.wait([reading])  # until then the blocks are written to
+            raise
+        for block_hash in hashes[:count]:
+            self._use(block_hash)
+        if count < len(hashes) and sources[count] is None:
+            self._lose(hashes[count])
+        self.counters["tier_blocks_restored_total"] += count
+        return count
+
+    def hashes(self, tier: CacheTier) -> list[bytes]:
+        """Return what a tier holds."""
+        if tier is CacheTier.HOST:
+            return list(self._host)
+        return [] if self._disk is None else self._disk.hashes()
+
+    async def run(self) -> None:
+        """Move blocks on, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while not self.is_settled:
+                await self._encode()
+                await self._shrink()
+
+    async def _encode(self) -> None:
+        batch = [(key, self._staged[key]) for key in list(self._staged)[:BATCH_BLOCKS]]
+        encoded = await asyncio.to_thread(lambda: [self._codec.encode(memoryview(raw)) for _, raw in batch])
+        for (block_hash, _), data in zip(batch, encoded, strict=True):
+            del self._staged[block_hash]
+            self._host[block_hash] = data
+            self._host_bytes += len(data)
+        if batch:
+            self._log.note(True, [block_hash for block_hash, _ in batch], CacheTier.HOST)
+
+    async def _shrink(self) -> None:
+        leaving: list[tuple[bytes, bytes]] = []
+        left = self._host_bytes
+        for block_hash, data in self._host.items():
+            if left <= self._host_bytes_max or len(leaving) == BATCH_BLOCKS:
+                break
+            left -= len(data)
+            leaving.append((block_hash, data))
+        if leaving and self._disk is not None:
+            await self._write(self._disk, leaving)
+        for block_hash, data in leaving:
+            del self._host[block_hash]
+            self._host_bytes -= len(data)
+        if leaving:
+            self._log.note(False, [block_hash for block_hash, _ in leaving], CacheTier.HOST)
+
+    async def _write(self, disk: DiskTier, blocks: list[tuple[bytes, bytes]]) -> None:
+        new = [(block_hash, data) for block_hash, data in blocks if block_hash not in disk]
+        sizes = await asyncio.to_thread(lambda: [disk.write(*block) for block in new])
+        written = [(block_hash, size) for (block_hash, _), size in zip(new, sizes, strict=True) if size]
+        self.counters["tier_disk_errors_total"] += len(new) - len(written)
+        for block_hash, size in written:
+            disk.add(block_hash, size)
+        surplus = disk.surplus()
+        await asyncio.to_thread(lambda: [disk.remove(block_hash) for block_hash in surplus])
+        if written:
+            self._log.note(True, [block_hash for block_hash, _ in written], CacheTier.DISK)
+        if surplus:
+            self._log.note(False, surplus, CacheTier.DISK)
+
+    def _read(
+        self,
+        hashes: Sequence[bytes],
+        sources: Sequence[bytes | None],
+        is_raw: Sequence[bool],
+        block_ids: Sequence[int],
+    ) -> int:
+        """Fill blocks of the pool; on another thread."""
+        for count, (block_hash, source) in enumerate(zip(hashes, sources, strict=True)):
+            block = self._block(block_ids[count])
+            if is_raw[count] and source is not None:
+                block[:] = source
+                continue
+            data = source
+            if data is None and self._disk is not None:
+                data = self._disk.read(block_hash)
+            try:
+                if data is None:
+                    return count
+                self._codec.decode(data, block)
+            except ValueError:
+                return count
+        return len(hashes)
+
+    def _where(self, block_hash: bytes) -> CacheTier | None:
+        if block_hash in self._staged or block_hash in self._host:
+            return CacheTier.HOST
+        return CacheTier.DISK if self._disk is not None and block_hash in self._disk else None
+
+    def _use(self, block_hash: bytes) -> None:
+        if block_hash in self._host:
+            self._host.move_to_end(block_hash)
+        elif self._disk is not None and block_hash in self._disk:
+            self._disk.touch(block_hash)
+
+    def _lose(self, block_hash: bytes) -> None:
+        """Forget a block whose file is not what it was."""
+        if self._disk is not None and block_hash in self._disk:
+            self._disk.forget(block_hash)
+            self._disk.remove(block_hash)
+            self._log.note(False, [block_hash], CacheTier.DISK)
+            self.counters["tier_blocks_corrupt_total"] += 1
+
+    def _block(self, block_id: int) -> memoryview:
+        size = self._store.layout.block_bytes
+        return self._store.buffer[block_id * size : (block_id + 1) * size]
