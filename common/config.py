@@ -56,6 +56,14 @@ class EngineConfig(Node):
     """Compute threads of one worker; 0: all cores."""
     context_tokens: Positive | None = None
     """Most tokens of prompt and output together; None: the model's own window."""
+    host_tier_mib: Count = 0
+    """Host memory of one worker for blocks that its pool evicts, MiB; 0: none."""
+    disk_tier_mib: Count = 0
+    """Disk space of one worker for blocks that leave the host tier, MiB; 0: none."""
+    disk_tier_dir: Path = Path("~/.cache/baton/blocks")
+    """Where they are; each worker has its own folder in it, which survives a restart."""
+    tier_codec: Literal["int8", "raw"] = "int8"
+    """How blocks are kept in these tiers: `int8` takes half the space of 16-bit KV and is not exact, `raw` is."""
 
 
 class PrefillConfig(Node):

@@ -27,7 +27,7 @@ from decode.scheduler import DecodeScheduler, PlannedChunk
 from decode.session import GatewaySession
 from decode.stream import Phase, TokenStream
 from engine.engine import Engine
-from engine.prefix_fetch import PrefixFetcher
+from engine.prefix_loader import PrefixLoader
 from engine.sequence import Sequence
 from engine.service import LoopLoad
 from engine.step import ScheduledChunk, TokenOutput
@@ -54,14 +54,14 @@ class DecodeLoop:
         worker_id: str,
         engine: Engine,
         endpoint: Endpoint,
-        fetcher: PrefixFetcher,
+        loader: PrefixLoader,
         config: DecodeConfig,
         clock: Clock,
     ) -> None:
         self._worker_id = worker_id
         self._engine = engine
         self._endpoint = endpoint
-        self._fetcher = fetcher
+        self._loader = loader
         self._config = config
         self._clock = clock
         self._scheduler = DecodeScheduler(engine, config.running_max, config.token_budget)
@@ -226,7 +226,7 @@ class DecodeLoop:
         queued_tokens = sum(s.sequence.num_uncomputed for s in here if s.sequence.num_uncomputed > 1)
         running = len(scheduler.landing) + len(scheduler.running)
         return LoopLoad(
-            queued_tokens, len(scheduler.waiting), running, self._is_draining, self._counters + self._fetcher.counters
+            queued_tokens, len(scheduler.waiting), running, self._is_draining, self._counters + self._loader.counters
         )
 
     def pool_changed(self) -> None:
@@ -285,24 +285,23 @@ class DecodeLoop:
         self._num_streams += 1
         self._idle.clear()
         self._scheduler.add(stream)
-        if request.HasField("prefix_holder"):
-            self._bring_prefix(stream, request.prefix_holder)
+        self._bring_prefix(stream, request.prefix_holder if request.HasField("prefix_holder") else None)
         if not sequence.is_ready:
             self.runner.spawn(self._prepare(stream), f"grammar-{stream.request_id}")
         self._admit()
         self.runner.wake()
         self._changed()
 
-    def _bring_prefix(self, stream: TokenStream, holder: worker_pb2.PrefixHolder) -> None:
-        """Have blocks of the prompt fetched by whoever prefills it."""
+    def _bring_prefix(self, stream: TokenStream, holder: worker_pb2.PrefixHolder | None) -> None:
+        """Have blocks of the prompt brought to whoever prefills it."""
         if stream.target is not None:
             stream.prefix_holder = holder
-        elif self._fetcher.is_worthwhile(stream.sequence, holder):
-            stream.loading = self.runner.spawn(self._load(stream, holder), f"fetch-{stream.request_id}")
+        elif self._loader.is_worthwhile(stream.sequence, holder):
+            stream.loading = self.runner.spawn(self._load(stream, holder), f"prefix-{stream.request_id}")
 
-    async def _load(self, stream: TokenStream, holder: worker_pb2.PrefixHolder) -> None:
+    async def _load(self, stream: TokenStream, holder: worker_pb2.PrefixHolder | None) -> None:
         try:
-            await self._fetcher.fetch(stream.sequence, holder)
+            await self._loader.load(stream.sequence, holder)
         finally:
             stream.loading = None
             self.pool_changed()

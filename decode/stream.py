@@ -45,7 +45,7 @@ class TokenStream:
     """Counts arrivals: the order of admission."""
     phase: Phase = Phase.WAITING
     loading: Work | None = None
-    """Fetches blocks of its prefix; it is admitted after that."""
+    """Brings blocks of its prefix into the pool; it is admitted after that."""
     first_block: int = 0
     """Leading blocks that were here already when it was admitted: they are not sent."""
     num_preemptions: int = 0

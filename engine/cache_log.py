@@ -7,8 +7,8 @@ PENDING_HASHES_MAX = 1 << 16
 """Undrained changes beyond which they are dropped: the gap in the numbers makes watchers ask for a snapshot."""
 
 
-class CacheTier(enum.IntEnum):
-    """Where a block is kept; the numbers are the protocol's."""
+class CacheTier(enum.Enum):
+    """Where a block is kept."""
 
     POOL = 0
     HOST = 1

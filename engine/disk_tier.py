@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import struct
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -99,10 +100,11 @@ class DiskTier:
         is_whole = magic == _MAGIC and length == len(payload) and checksum == xxhash.xxh3_64_intdigest(payload)
         return payload if is_whole else None
 
-    def remove(self, block_hash: bytes) -> None:
-        """Delete a file, if it is there."""
-        with contextlib.suppress(OSError):
-            self._path(block_hash).unlink(missing_ok=True)
+    def remove(self, hashes: Iterable[bytes]) -> None:
+        """Delete files, if they are there."""
+        for block_hash in hashes:
+            with contextlib.suppress(OSError):
+                self._path(block_hash).unlink(missing_ok=True)
 
     def _path(self, block_hash: bytes) -> Path:
         return self._folder / block_hash.hex()
@@ -117,5 +119,4 @@ class DiskTier:
                 found.append((path.stat().st_mtime_ns, bytes.fromhex(path.name), path.stat().st_size))
         for _, block_hash, num_bytes in sorted(found):
             self.add(block_hash, num_bytes)
-        for block_hash in self.surplus():
-            self.remove(block_hash)
+        self.remove(self.surplus())

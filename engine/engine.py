@@ -16,6 +16,7 @@ from engine.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import LayerWatch, Limits, ScheduledChunk, TokenOutput
+from engine.tiers import BlockTiers, make_tiers
 from kvtransfer.layout import BlockLayout
 
 FinishReason = common_pb2.FinishReason
@@ -52,6 +53,7 @@ class Engine:
         self.context_tokens = facts.context_tokens
         self.vocab_tokens = facts.vocab_tokens
         self.eos_token_ids = facts.eos_token_ids
+        self.tiers: BlockTiers | None = None
         self._runner = runner
         self._grammars = grammars
 
@@ -71,6 +73,16 @@ class Engine:
         from engine.loading import load_runner
 
         return cls(*load_runner(model_dir, config, model_id))
+
+    def open_tiers(self, config: EngineConfig, worker_id: str, model_dir: Path) -> None:
+        """Keep what the pool evicts, if the config says so. Whoever owns the loop runs `tiers.run`.
+
+        Raises:
+            ConfigError: the disk tier's folder cannot be used.
+        """
+        self.tiers = make_tiers(self.kv, self.pool.log, config, worker_id, model_dir, self.backend)
+        if self.tiers is not None:
+            self.pool.on_evict = self.tiers.evicted
 
     @property
     def backend(self) -> str:

@@ -11,7 +11,7 @@ import grpc
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.chain_hash import probe
 from common.status import rpc_errors_to_status
-from engine.cache_log import CacheChange
+from engine.cache_log import CacheChange, CacheTier
 from engine.engine import Engine
 from kvtransfer.interface import Endpoint
 
@@ -20,6 +20,13 @@ REPORT_INTERVAL_S = 0.03
 HEARTBEAT_MIN_S = 0.05
 PENDING_HASHES_MAX = 1 << 16
 """Unsent hashes of one Watch beyond which they are dropped and a snapshot follows."""
+
+
+_TIERS = {
+    CacheTier.POOL: worker_pb2.CACHE_TIER_POOL,
+    CacheTier.HOST: worker_pb2.CACHE_TIER_HOST,
+    CacheTier.DISK: worker_pb2.CACHE_TIER_DISK,
+}
 
 
 class LoopLoad(NamedTuple):
@@ -185,10 +192,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         report = worker_pb2.WorkerReport(number=number, load=self.load())
         if watcher.needs_snapshot:
             watcher.needs_snapshot = False
-            report.snapshot.hashes.extend(self._engine.pool.snapshot()[1])
+            self._fill(report.snapshot)
         for change in watcher.take():
-            report.events.add(number=change.number, stored=change.stored, hashes=change.hashes)
+            report.events.add(
+                number=change.number, stored=change.stored, hashes=change.hashes, tier=_TIERS[change.tier]
+            )
         return report
+
+    def _fill(self, snapshot: worker_pb2.CacheSnapshot) -> None:
+        snapshot.hashes.extend(self._engine.pool.snapshot()[1])
+        if (tiers := self._engine.tiers) is not None:
+            snapshot.host_hashes.extend(tiers.hashes(CacheTier.HOST))
+            snapshot.disk_hashes.extend(tiers.hashes(CacheTier.DISK))
 
     def _collect(self) -> None:
         """Hand the pool's changes to all watchers; what a watcher has not been told follows its snapshot."""

@@ -3,10 +3,15 @@
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
+import xxhash
+
+from common.config import EngineConfig
 from engine.cache_log import CacheLog, CacheTier
 from engine.disk_tier import DiskTier
+from kvtransfer.layout import BlockLayout
 from kvtransfer.store import BlockStore
 
 STAGED_BYTES_MAX = 64 << 20
@@ -154,7 +159,7 @@ class BlockTiers:
         for block_hash, size in written:
             disk.add(block_hash, size)
         surplus = disk.surplus()
-        await asyncio.to_thread(lambda: [disk.remove(block_hash) for block_hash in surplus])
+        await asyncio.to_thread(disk.remove, surplus)
         if written:
             self._log.note(True, [block_hash for block_hash, _ in written], CacheTier.DISK)
         if surplus:
@@ -199,10 +204,54 @@ class BlockTiers:
         """Forget a block whose file is not what it was."""
         if self._disk is not None and block_hash in self._disk:
             self._disk.forget(block_hash)
-            self._disk.remove(block_hash)
+            self._disk.remove([block_hash])
             self._log.note(False, [block_hash], CacheTier.DISK)
             self.counters["tier_blocks_corrupt_total"] += 1
 
     def _block(self, block_id: int) -> memoryview:
         size = self._store.layout.block_bytes
         return self._store.buffer[block_id * size : (block_id + 1) * size]
+
+
+class RawCodec:
+    """Blocks as they are."""
+
+    name = "raw"
+
+    def encode(self, block: memoryview) -> bytes:
+        """Copy."""
+        return bytes(block)
+
+    def decode(self, data: bytes, block: memoryview) -> None:
+        """Copy back."""
+        block[:] = data
+
+
+def make_tiers(
+    store: BlockStore, log: CacheLog, config: EngineConfig, worker_id: str, model_dir: Path, backend: str
+) -> BlockTiers | None:
+    """Return the tiers that the config asks for; None: none.
+
+    Raises:
+        ConfigError: the disk tier's folder cannot be used.
+    """
+    if not config.host_tier_mib and not config.disk_tier_mib:
+        return None
+    codec = RawCodec()
+    disk = None
+    if config.disk_tier_mib:
+        folder = config.disk_tier_dir.expanduser() / worker_id
+        key = _key(store.layout, codec.name, config, model_dir, backend)
+        disk = DiskTier(folder, key, config.disk_tier_mib << 20)
+    return BlockTiers(store, log, codec, config.host_tier_mib << 20, disk)
+
+
+def _key(layout: BlockLayout, codec: str, config: EngineConfig, model_dir: Path, backend: str) -> str:
+    """Name everything that the bytes of a block depend on besides its tokens."""
+    files = sorted(model_dir.iterdir()) if model_dir.is_dir() else [model_dir]
+    facts = [repr(layout), codec, backend, config.weights, config.activations]
+    for path in files:
+        if path.suffix in (".safetensors", ".gguf", ".json"):
+            status = path.stat()
+            facts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
+    return xxhash.xxh3_128_hexdigest("\n".join(facts).encode())

@@ -12,7 +12,7 @@ from common.clock import Clock
 from common.config import PrefillConfig
 from common.errors import BatonError, OverloadedError
 from engine.engine import Engine
-from engine.prefix_fetch import PrefixFetcher
+from engine.prefix_loader import PrefixLoader
 from engine.sequence import Sequence
 from engine.service import LoopLoad
 from engine.step import ScheduledChunk, TokenOutput
@@ -59,7 +59,7 @@ class PromptJob(Prompt):
     num_final_layers: int = 0
     """Leading layers of the further blocks that it was told of."""
     loading: Work | None = None
-    """Fetches blocks of its prefix."""
+    """Brings blocks of its prefix into the pool."""
 
 
 class PrefillLoop:
@@ -72,11 +72,11 @@ class PrefillLoop:
     """
 
     def __init__(
-        self, worker_id: str, engine: Engine, fetcher: PrefixFetcher, config: PrefillConfig, clock: Clock
+        self, worker_id: str, engine: Engine, loader: PrefixLoader, config: PrefillConfig, clock: Clock
     ) -> None:
         self._worker_id = worker_id
         self._engine = engine
-        self._fetcher = fetcher
+        self._loader = loader
         self._config = config
         self._clock = clock
         self._scheduler: PromptScheduler[PromptJob] = PromptScheduler(engine, config.token_budget)
@@ -126,9 +126,9 @@ class PrefillLoop:
         self._jobs.add(job)
         self._idle.clear()
         self._scheduler.add(job)
-        if holder is not None and self._fetcher.is_worthwhile(sequence, holder):
+        if self._loader.is_worthwhile(sequence, holder):
             job.is_loading = True
-            job.loading = self.runner.spawn(self._load(job, holder), f"fetch-{sequence.request_id}")
+            job.loading = self.runner.spawn(self._load(job, holder), f"prefix-{sequence.request_id}")
         self.runner.wake()
         self._changed()
         return job
@@ -210,7 +210,7 @@ class PrefillLoop:
             waiting,
             len(self._jobs) - waiting,
             self._is_draining,
-            self._counters + self._fetcher.counters,
+            self._counters + self._loader.counters,
         )
 
     def pool_changed(self) -> None:
@@ -233,14 +233,18 @@ class PrefillLoop:
             pass
         return len(self._jobs)
 
+    async def close(self) -> None:
+        """Stop stepping and wait for all tasks. All jobs have ended."""
+        await self.runner.stop()
+
     def fail_all(self, error: BatonError) -> None:
         """Fail every job that is left, at an orderly stop."""
         for job in list(self._jobs):
             job.owner.fail(error)
 
-    async def _load(self, job: PromptJob, holder: worker_pb2.PrefixHolder) -> None:
+    async def _load(self, job: PromptJob, holder: worker_pb2.PrefixHolder | None) -> None:
         try:
-            await self._fetcher.fetch(job.sequence, holder)
+            await self._loader.load(job.sequence, holder)
         finally:
             job.is_loading = False
             self.pool_changed()

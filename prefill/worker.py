@@ -1,7 +1,5 @@
 """A prefill worker: one engine, one endpoint, one loop, and the gRPC service that decode workers call."""
 
-import asyncio
-import logging
 from pathlib import Path
 from typing import Self
 
@@ -10,23 +8,15 @@ import grpc
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.clock import Clock, MonotonicClock
 from common.config import EngineConfig, PrefillConfig, TransferConfig
-from common.errors import WorkerLostError
-from common.logs import log
 from common.status import rpc_errors_to_status
 from engine.engine import Engine
-from engine.holder import HolderService
-from engine.prefix_fetch import PrefixFetcher
-from engine.rpc_server import RpcServer, deadline
-from engine.service import Identity, WorkerService
-from kvtransfer.endpoint import TransferEndpoint
+from engine.prefix_loader import PrefixLoader
+from engine.rpc_server import deadline
+from engine.service import Identity
+from engine.worker import Worker, start_worker
 from kvtransfer.interface import Endpoint
 from prefill.handoff import Handoff
 from prefill.loop import Prefilled, PrefillLoop
-
-_logger = logging.getLogger(__name__)
-
-STOP_GRACE_S = 0.5
-"""How long running calls may take to end after they were failed."""
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
@@ -59,8 +49,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 handoff.cancel()
 
 
-class PrefillWorker:
-    """Everything of one prefill worker, and its life. `engine` and `endpoint` become its own: it closes them."""
+class PrefillWorker(Worker):
+    """Everything of one prefill worker."""
 
     def __init__(
         self,
@@ -72,20 +62,13 @@ class PrefillWorker:
         heartbeat_s: float,
         clock: Clock | None = None,
     ) -> None:
-        """Bind a port of `host`; `serve` does the rest. Must be called on the worker's asyncio loop."""
-        self.worker_id = worker_id
-        self.engine = engine
-        self.endpoint = endpoint
-        self._fetcher = PrefixFetcher(engine, endpoint, worker_id)
-        self.loop = PrefillLoop(worker_id, engine, self._fetcher, config, clock or MonotonicClock())
+        """See Worker."""
+        loader = PrefixLoader(engine, endpoint, worker_id)
+        self.loop = PrefillLoop(worker_id, engine, loader, config, clock or MonotonicClock())
         limits = worker_pb2.WorkerLimits(waiting_max=config.waiting_max, token_budget=config.token_budget)
         identity = Identity(worker_id, worker_pb2.WORKER_ROLE_PREFILL, heartbeat_s, limits)
-        self.service = WorkerService(identity, engine, endpoint, self.loop)
-        self._rpc = RpcServer.bind(host)
-        self.address = self._rpc.address
-        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._rpc.server)
-        worker_pb2_grpc.add_HolderServicer_to_server(HolderService(engine, endpoint, self.loop), self._rpc.server)
-        worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(self.loop, endpoint, engine), self._rpc.server)
+        super().__init__(identity, host, engine, endpoint, loader, self.loop)
+        worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(self.loop, endpoint, engine), self.rpc.server)
 
     @classmethod
     async def start(
@@ -104,45 +87,15 @@ class PrefillWorker:
         Raises:
             ConfigError: a model or setting that this machine cannot serve.
         """
-        loaded = await asyncio.to_thread(Engine.load, model_dir, engine, model_id)
-        try:
-            endpoint = await TransferEndpoint.start(worker_id, host, loaded.kv, transfer)
-            try:
-                worker = cls(worker_id, host, loaded, endpoint, role, heartbeat_s)
-                await worker.serve()
-            except BaseException:
-                await endpoint.close()
-                raise
-        except BaseException:
-            loaded.close()
-            raise
-        return worker
-
-    async def serve(self) -> None:
-        """Run the loop and answer calls."""
-        self.loop.runner.start()
-        await self._rpc.start()
-        log(_logger, logging.INFO, "prefill worker serves", worker_id=self.worker_id, address=self.address)
-
-    async def wait_failed(self) -> None:
-        """Return after `stop`; raise when the loop has crashed.
-
-        Raises:
-            WorkerLostError: with the crash as its cause.
-        """
-        await self.loop.runner.wait_failed()
-
-    async def stop(self, drain_timeout_s: float) -> None:
-        """Refuse new prompts, give the running ones `drain_timeout_s`, fail what is left, and close everything."""
-        await self._rpc.set_serving(False)
-        unfinished = await self.loop.drain(drain_timeout_s)
-        self.loop.fail_all(WorkerLostError(f"worker {self.worker_id} is stopping"))
-        await self._rpc.stop(STOP_GRACE_S)
-        await self.loop.runner.stop()
-        await self._fetcher.close()
-        await self.endpoint.close()
-        self.engine.close()
-        log(_logger, logging.INFO, "prefill worker stopped", worker_id=self.worker_id, unfinished=unfinished)
+        return await start_worker(
+            lambda loaded, endpoint: cls(worker_id, host, loaded, endpoint, role, heartbeat_s),
+            worker_id,
+            host,
+            model_dir,
+            model_id,
+            engine,
+            transfer,
+        )
 
 
 def _first_token_pb(prefilled: Prefilled) -> worker_pb2.FirstToken:
