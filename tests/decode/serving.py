@@ -5,12 +5,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from common.config import DecodeConfig, PrefillConfig
+from common.config import DecodeConfig, EngineConfig, PrefillConfig
 from common.errors import BatonError
 from common.status import error_from_pb
 from decode.worker import DecodeWorker
@@ -182,11 +183,13 @@ class Bench:
         self.crashed: set[str] = set()
         self.grammars: Callable[[], Grammars] | None = None
         """Of a tokenizer whose token 0 ends outputs: workers made from now on obey grammars."""
+        self.tiers: EngineConfig | None = None
+        """Of the workers made from now on."""
 
     async def prefill(
         self, worker_id: str = "prefill-0", num_blocks: int = 64, on_step: Any = None, **config: Any
     ) -> PrefillWorker:
-        engine = self._engine(num_blocks=num_blocks, on_step=on_step)
+        engine = self._engine(worker_id, num_blocks=num_blocks, on_step=on_step)
         endpoint = self.network.endpoint(worker_id, engine.kv)  # type: ignore[arg-type]  # it needs a BlockStore only
         worker = PrefillWorker(worker_id, "127.0.0.1", engine, endpoint, PrefillConfig(**config), 0.5)
         self.workers.append(worker)
@@ -202,17 +205,20 @@ class Bench:
         is_colocated: bool = False,
         **config: Any,
     ) -> DecodeWorker:
-        engine = self._engine(num_blocks=num_blocks, on_step=on_step, step_s=step_s)
+        engine = self._engine(worker_id, num_blocks=num_blocks, on_step=on_step, step_s=step_s)
         endpoint = self.network.endpoint(worker_id, engine.kv)  # type: ignore[arg-type]  # it needs a BlockStore only
         worker = DecodeWorker(worker_id, "127.0.0.1", engine, endpoint, DecodeConfig(**config), 0.5, is_colocated)
         self.workers.append(worker)
         await worker.serve()
         return worker
 
-    def _engine(self, **options: Any) -> FakeEngine:
-        if self.grammars is None:
-            return FakeEngine(**options)
-        return FakeEngine(**options, eos_token_ids=frozenset({0}), grammars=self.grammars())
+    def _engine(self, worker_id: str, **options: Any) -> FakeEngine:
+        if self.grammars is not None:
+            options |= {"eos_token_ids": frozenset({0}), "grammars": self.grammars()}
+        engine = FakeEngine(**options)
+        if self.tiers is not None:
+            engine.open_tiers(self.tiers, worker_id, Path())
+        return engine
 
     async def at_rest(self) -> None:
         """Wait until no worker has a request, a used block or a transfer; each within the limit."""

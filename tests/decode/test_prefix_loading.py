@@ -1,16 +1,19 @@
-"""A prefix comes from whichever worker holds it; when it cannot be had it is computed, at once, and nothing is left."""
+"""A prefix comes from a tier or from the worker that holds it; what cannot be had is computed, nothing is left."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from baton_pb.v1 import worker_pb2
+from common.chain_hash import chain_hashes
+from common.config import EngineConfig
 from common.errors import TransferError
 from decode.worker import DecodeWorker
 from engine.fake import FakeEngine, fake_continuation
 from prefill.worker import PrefillWorker
-from tests.decode.serving import Bench, Gateway, serving, until_changed
+from tests.decode.serving import Bench, Gateway, is_at_rest, serving, until_changed
 
 PROMPT = list(range(200, 230))
 Worker = PrefillWorker | DecodeWorker
@@ -176,5 +179,30 @@ def test_others_are_served_while_a_prefix_is_on_its_way() -> None:
 
         assert other.tokens == fake_continuation([1, 2, 3], 2)
         assert answer.tokens == fake_continuation(PROMPT, 3)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+@pytest.mark.parametrize("sizes", [{"host_tier_mib": 1}, {"disk_tier_mib": 1}])
+def test_what_the_pool_evicted_comes_back_from_a_tier(tmp_path: Path, sizes: dict[str, int], is_remote: bool) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.tiers = EngineConfig.model_validate({**sizes, "disk_tier_dir": tmp_path})
+        worker: Worker = await bench.prefill() if is_remote else await bench.decode()
+        asked = await bench.decode("decode-1") if is_remote else worker
+        target = worker if isinstance(worker, PrefillWorker) else None
+        async with Gateway(asked.address) as gateway:
+            await gateway.ask("cold", PROMPT, target, max_tokens=1)
+            for emptied in {worker, asked}:
+                await until_changed(emptied, lambda emptied=emptied: is_at_rest(emptied))  # type: ignore[misc]
+                emptied.engine.pool.release(emptied.engine.pool.allocate(emptied.engine.pool.num_blocks))
+            assert worker.engine.tiers is not None
+            assert worker.engine.tiers.peek(chain_hashes(PROMPT, 4)) == 7
+            answer = await gateway.ask("again", PROMPT, target, max_tokens=3)
+
+        assert answer.tokens == fake_continuation(PROMPT, 3)
+        assert answer.finished is not None
+        assert answer.finished.cached_tokens == 28
+        assert counters(worker)["tier_blocks_restored_total"] == 7
 
     run(scenario)
