@@ -62,6 +62,8 @@ class EngineConfig(Node):
     """Disk space of one worker for blocks that leave the host tier, MiB; 0: none."""
     disk_tier_dir: Path = Path("~/.cache/baton/blocks")
     """Where they are; each worker has its own folder in it, which survives a restart."""
+    tier_codec: Literal["int8", "raw", "lossless"] = "int8"
+    """How blocks are kept in these tiers: `int8` takes half the space of 16-bit KV and is not exact, the others are."""
 
 
 class PrefillConfig(Node):

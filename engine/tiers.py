@@ -4,13 +4,15 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
 from common.config import EngineConfig
+from common.errors import TransferError
 from engine.cache_log import CacheLog, CacheTier
 from engine.disk_tier import DiskTier
+from kvtransfer.codecs.base import Codec, Slabs
+from kvtransfer.codecs.registry import CODECS
 from kvtransfer.layout import BlockLayout
 from kvtransfer.store import BlockStore
 
@@ -18,27 +20,6 @@ STAGED_BYTES_MAX = 64 << 20
 """Evicted blocks that are copied but not encoded yet; beyond it evicted blocks are lost, as without tiers."""
 BATCH_BLOCKS = 32
 """Blocks that are encoded, or written, in one go."""
-
-
-class Codec(Protocol):
-    """How blocks are kept."""
-
-    @property
-    def name(self) -> str:
-        """Names the format."""
-        ...
-
-    def encode(self, block: memoryview) -> bytes:
-        """Encode the bytes of a block."""
-        ...
-
-    def decode(self, data: bytes, block: memoryview) -> None:
-        """Write the bytes of a block.
-
-        Raises:
-            ValueError: not what `encode` returned.
-        """
-        ...
 
 
 class BlockTiers:
@@ -57,6 +38,7 @@ class BlockTiers:
         self._store = store
         self._log = log
         self._codec = codec
+        self._slabs = Slabs.of(store.layout, 1, store.layout.num_layers)
         self._host_bytes_max = host_bytes
         self._disk = disk
         self._staged: OrderedDict[bytes, bytes] = OrderedDict()
@@ -127,13 +109,24 @@ class BlockTiers:
 
     async def _encode(self) -> None:
         batch = [(key, self._staged[key]) for key in list(self._staged)[:BATCH_BLOCKS]]
-        encoded = await asyncio.to_thread(lambda: [self._codec.encode(memoryview(raw)) for _, raw in batch])
+        encoded = await asyncio.to_thread(lambda: [self._encoded(raw) for _, raw in batch])
+        kept = []
         for (block_hash, _), data in zip(batch, encoded, strict=True):
             del self._staged[block_hash]
-            self._host[block_hash] = data
-            self._host_bytes += len(data)
-        if batch:
-            self._log.note(True, [block_hash for block_hash, _ in batch], CacheTier.HOST)
+            if data is not None:
+                self._host[block_hash] = data
+                self._host_bytes += len(data)
+                kept.append(block_hash)
+        self.counters["tier_blocks_dropped_total"] += len(batch) - len(kept)
+        if kept:
+            self._log.note(True, kept, CacheTier.HOST)
+
+    def _encoded(self, raw: bytes) -> bytes | None:
+        """Return a block encoded; None if its values cannot be. On another thread."""
+        try:
+            return bytes(self._codec.encode(memoryview(raw), self._slabs))
+        except TransferError:
+            return None
 
     async def _shrink(self) -> None:
         leaving: list[tuple[bytes, bytes]] = []
@@ -184,8 +177,8 @@ class BlockTiers:
             try:
                 if data is None:
                     return count
-                self._codec.decode(data, block)
-            except ValueError:
+                self._codec.decode(memoryview(data), self._slabs, block)
+            except TransferError:
                 return count
         return len(hashes)
 
@@ -213,20 +206,6 @@ class BlockTiers:
         return self._store.buffer[block_id * size : (block_id + 1) * size]
 
 
-class RawCodec:
-    """Blocks as they are."""
-
-    name = "raw"
-
-    def encode(self, block: memoryview) -> bytes:
-        """Copy."""
-        return bytes(block)
-
-    def decode(self, data: bytes, block: memoryview) -> None:
-        """Copy back."""
-        block[:] = data
-
-
 def make_tiers(
     store: BlockStore, log: CacheLog, config: EngineConfig, worker_id: str, model_dir: Path, backend: str
 ) -> BlockTiers | None:
@@ -237,7 +216,7 @@ def make_tiers(
     """
     if not config.host_tier_mib and not config.disk_tier_mib:
         return None
-    codec = RawCodec()
+    codec = CODECS[config.tier_codec]
     disk = None
     if config.disk_tier_mib:
         folder = config.disk_tier_dir.expanduser() / worker_id

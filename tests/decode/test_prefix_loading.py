@@ -187,7 +187,7 @@ def test_others_are_served_while_a_prefix_is_on_its_way() -> None:
 @pytest.mark.parametrize("sizes", [{"host_tier_mib": 1}, {"disk_tier_mib": 1}])
 def test_what_the_pool_evicted_comes_back_from_a_tier(tmp_path: Path, sizes: dict[str, int], is_remote: bool) -> None:
     async def scenario(bench: Bench) -> None:
-        bench.tiers = EngineConfig.model_validate({**sizes, "disk_tier_dir": tmp_path})
+        bench.tiers = EngineConfig.model_validate({**sizes, "disk_tier_dir": tmp_path, "tier_codec": "raw"})
         worker: Worker = await bench.prefill() if is_remote else await bench.decode()
         asked = await bench.decode("decode-1") if is_remote else worker
         target = worker if isinstance(worker, PrefillWorker) else None

@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.block_pool import BlockPool
 from engine.cache_log import CacheTier
 from engine.disk_tier import DiskTier
-from engine.tiers import BlockTiers, RawCodec
+from engine.tiers import BlockTiers
+from kvtransfer.codecs.registry import CODECS
 from kvtransfer.fake import FakeBlockStore
 
 LIMIT_S = 10.0
@@ -24,11 +26,11 @@ def name(seed: int) -> bytes:
 class Bench:
     """A pool over a store, and its tiers."""
 
-    def __init__(self, host_blocks: int, disk: DiskTier | None) -> None:
+    def __init__(self, host_blocks: int, disk: DiskTier | None, codec: str) -> None:
         self.store = FakeBlockStore(NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS)
         block_bytes = self.store.layout.block_bytes
-        self.tiers = BlockTiers(self.store, self.pool.log, RawCodec(), host_blocks * block_bytes, disk)
+        self.tiers = BlockTiers(self.store, self.pool.log, CODECS[codec], host_blocks * block_bytes, disk)
         self.pool.on_evict = self.tiers.evicted
         self.known: dict[CacheTier, set[bytes]] = {tier: set() for tier in CacheTier}
 
@@ -73,8 +75,8 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(host_blocks: int, disk: DiskTier | None = None) -> AsyncIterator[Bench]:
-    bench = Bench(host_blocks, disk)
+async def running(host_blocks: int, disk: DiskTier | None = None, codec: str = "raw") -> AsyncIterator[Bench]:
+    bench = Bench(host_blocks, disk, codec)
     moving = asyncio.create_task(bench.tiers.run())
     try:
         yield bench
@@ -198,6 +200,45 @@ def test_a_disk_that_takes_nothing_costs_blocks_and_nothing_else(tmp_path: Path)
             assert bench.tiers.hashes(CacheTier.DISK) == []
             assert len(bench.tiers.hashes(CacheTier.HOST)) == 1
             assert bench.tiers.counters["tier_disk_errors_total"] == 2
+            bench.follow()
+
+    run(scenario)
+
+
+def test_int8_takes_less_space_and_brings_nearly_the_same_values() -> None:
+    async def scenario() -> None:
+        async with running(host_blocks=4, codec="int8") as bench:
+            (block_id,) = bench.pool.allocate(1)
+            values = np.random.default_rng(0).standard_normal(bench.store.layout.block_bytes // 4, np.float32)
+            bench.store.write(block_id, values.tobytes())
+            bench.pool.seal(block_id, name(1))
+            bench.pool.release([block_id])
+            bench.evict_all()
+            await bench.settle()
+            (restored,) = bench.pool.allocate(1)
+            assert await bench.tiers.restore([name(1)], [restored]) == 1
+
+            again = np.frombuffer(bench.store.block(restored), np.float32)
+            assert not np.array_equal(again, values)
+            np.testing.assert_allclose(again, values, atol=np.abs(values).max() / 127)
+            bench.pool.release([restored])
+
+    run(scenario)
+
+
+def test_values_that_the_codec_refuses_are_dropped() -> None:
+    async def scenario() -> None:
+        async with running(host_blocks=4, codec="int8") as bench:
+            (block_id,) = bench.pool.allocate(1)
+            bench.store.write(block_id, np.full(bench.store.layout.block_bytes // 4, np.nan, np.float32).tobytes())
+            bench.pool.seal(block_id, name(1))
+            bench.pool.release([block_id])
+            bench.keep(2)
+            bench.evict_all()
+            await bench.settle()
+
+            assert bench.tiers.peek([name(1)]) == 0
+            assert bench.tiers.counters["tier_blocks_dropped_total"] >= 1
             bench.follow()
 
     run(scenario)
