@@ -15,6 +15,7 @@ from common import config as configuration
 from common.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
+    from cluster.client import Client
     from cluster.model_store import ModelFolder
 
 app = typer.Typer(
@@ -24,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+key_app = typer.Typer(help="API keys and their tenants.", no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(key_app, name="key")
 model_app = typer.Typer(help="Models that can be served.", no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(model_app, name="model")
 
@@ -33,12 +36,15 @@ ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", help="YAML fi
 Settings = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override one setting; repeatable.")]
 Address = Annotated[str, typer.Option("--addr", metavar="HOST:PORT", help="The gateway's gRPC address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ApiKey = Annotated[Path | None, typer.Option("--key-file", help="Holds the API key to show.")]
+KeysFile = Annotated[Path, typer.Option("--file", help="The file of keys and tenants: gateway.keys_file.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
 MaxTokens = Annotated[int | None, typer.Option(min=0, help="Most tokens to generate.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the cluster's, 1.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
 
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
+_KEYS_FILE = Path("~/.config/baton/keys.yaml")
 
 
 @contextmanager
@@ -51,6 +57,23 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error
+
+
+def client_of(addr: str, key_file: Path | None) -> "Client":
+    """Return a client of the gateway at an address.
+
+    Raises:
+        ConfigError: the address is none, or the key cannot be read.
+    """
+    from cluster.client import Client
+
+    if key_file is None:
+        return Client(addr)
+    try:
+        key = key_file.expanduser().read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --key-file {key_file}: {error}") from error
+    return Client(addr, key)
 
 
 @app.command()
@@ -82,6 +105,7 @@ def generate(
     stop: Annotated[list[str], typer.Option(help="Text that ends the answer; repeatable.")] = [],  # noqa: B006
     raw: Annotated[bool, typer.Option("--raw", help="Complete PROMPT as it is: no chat template.")] = False,
     as_json: AsJson = False,
+    key_file: ApiKey = None,
 ) -> None:
     """Send PROMPT to a cluster and print the answer as it comes."""
     with one_line_errors():
@@ -89,7 +113,9 @@ def generate(
             raise ConfigError("--system has no meaning with --raw: there is no chat template to put it in")
         from cluster.commands import ask
 
-        ask.generate(addr, prompt, system, ask.sampling(max_tokens, temperature, seed, stop), raw, as_json)
+        ask.generate(
+            client_of(addr, key_file), prompt, system, ask.sampling(max_tokens, temperature, seed, stop), raw, as_json
+        )
 
 
 @app.command()
@@ -99,24 +125,24 @@ def chat(
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
+    key_file: ApiKey = None,
 ) -> None:
     """Converse with a cluster; it is sent the whole conversation at each turn."""
     with one_line_errors():
         from cluster.commands import ask
 
-        ask.chat(addr, system, ask.sampling(max_tokens, temperature, seed, []))
+        ask.chat(client_of(addr, key_file), system, ask.sampling(max_tokens, temperature, seed, []))
 
 
 @app.command()
-def status(addr: Address = _DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+def status(addr: Address = _DEFAULT_ADDRESS, as_json: AsJson = False, key_file: ApiKey = None) -> None:
     """Show workers, router, gateway and model of a cluster."""
     with one_line_errors():
         from rich.console import Console
 
-        from cluster.client import Client
         from cluster.commands import show
 
-        with Client(addr) as client:
+        with client_of(addr, key_file) as client:
             state = show.status_json(client.status())
         if as_json:
             sys.stdout.write(json.dumps(state) + "\n")
@@ -192,6 +218,40 @@ def model_list(config: ConfigFile = None, settings: Settings = [], as_json: AsJs
             return
         for folder in folders:
             sys.stdout.write(f"{folder.model_id}\t{folder.format}\t{folder.path}\n")
+
+
+@key_app.command("new")
+def key_new(
+    tenant: Annotated[str, typer.Option(help="Whose key it is; a new name is a new tenant.")],
+    file: KeysFile = _KEYS_FILE,
+    admin: Annotated[bool, typer.Option("--admin", help="May also see the cluster's state.")] = False,
+    rules: Annotated[
+        list[str], typer.Option("--rule", metavar="NAME=VALUE", help="Change a rule of the tenant's; repeatable.")
+    ] = [],  # noqa: B006
+) -> None:
+    """Make an API key and print it, once: the file keeps only its hash."""
+    with one_line_errors():
+        from cluster.commands import keys
+
+        keys.new(file.expanduser(), tenant, admin, rules)
+
+
+@key_app.command("list")
+def key_list(file: KeysFile = _KEYS_FILE, as_json: AsJson = False) -> None:
+    """List keys by their ids, and their tenants' rules."""
+    with one_line_errors():
+        from cluster.commands import keys
+
+        keys.show(file.expanduser(), as_json)
+
+
+@key_app.command("revoke")
+def key_revoke(key_id: str, file: KeysFile = _KEYS_FILE) -> None:
+    """Take a key out of the file; gateways refuse it within a second."""
+    with one_line_errors():
+        from cluster.tenants.key_file import remove_key
+
+        remove_key(file.expanduser(), key_id)
 
 
 def _model_json(folder: "ModelFolder") -> dict[str, str | None]:

@@ -18,11 +18,15 @@ _STATUS_TIMEOUT_S = 10.0
 class Client:
     """One connection to a gateway. Not safe to share between threads; use it in a `with` block.
 
+    Args:
+        address: HOST:PORT of its gRPC API.
+        key: an API key; None: a gateway that asks for none.
+
     Raises:
         ConfigError: the address is not HOST:PORT.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str | None = None) -> None:
         if not is_address(address):
             raise ConfigError(f"the gateway's address must be HOST:PORT, e.g. 127.0.0.1:50051, got {address!r}")
         self.address = address
@@ -31,6 +35,7 @@ class Client:
             ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
         ]
         self._channel = grpc.insecure_channel(address, options)
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -58,7 +63,7 @@ class Client:
         Raises:
             BatonError: with the class and the words that the cluster gave; `WorkerLostError` if it cannot be reached.
         """
-        call = self._inference.Generate(request, timeout=timeout_s)
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with self._errors():
                 yield from call
@@ -72,7 +77,18 @@ class Client:
             BatonError: as for `generate`.
         """
         with self._errors():
-            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=timeout_s)
+            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._metadata)
+
+    def model_id(self, timeout_s: float = _STATUS_TIMEOUT_S) -> str:
+        """Return the name of what is served; empty: nothing that the key may use.
+
+        Raises:
+            BatonError: as for `generate`.
+        """
+        asked = inference_pb2.ListModelsRequest()
+        with self._errors():
+            models = self._inference.ListModels(asked, timeout=timeout_s, metadata=self._metadata).models
+        return models[0].id if models else ""
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """The whole config tree. Read once, by cluster/cli.py; each component gets its own node and never the root."""
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,15 @@ class Node(BaseModel):
     """Base of all nodes: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: it may mean anything
 
 
 class ModelConfig(Node):
@@ -185,6 +195,10 @@ class GatewayConfig(Node):
     """Largest gRPC message."""
     prompt_tokens_max: Positive | None = None
     """Longest prompt; None: the context window alone limits it."""
+    keys_file: Path | None = None
+    """API keys and tenants (`baton key new` makes it); read again when it changes. None: nobody is asked for a key."""
+    allow_anonymous: bool = False
+    """Serve without keys also on an address that others than this machine can reach."""
     router_wait_s: Seconds = 5.0
     """How long a request waits for a router that is away, before it is answered with UNAVAILABLE."""
     retries_max: Count = 2
@@ -203,6 +217,15 @@ class GatewayConfig(Node):
     """What one request may hold."""
     http: HttpConfig = HttpConfig()
     """Limits of the OpenAI API."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_safe(self) -> "GatewayConfig":
+        if self.keys_file is None and not self.allow_anonymous and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from elsewhere, and no key would be asked for: set gateway.keys_file "
+                "(`baton key new` makes one), or gateway.allow_anonymous=true to serve whoever comes"
+            )
+        return self
 
 
 class SupervisorConfig(Node):

@@ -38,6 +38,21 @@ HTTP_RESPONSES = Metric(
 )
 HTTP_CONNECTIONS = Metric("baton_gateway_http_connections", "gauge", "Open HTTP connections.")
 
+TENANT_REQUESTS = Metric("baton_tenant_requests_total", "counter", "Requests of a tenant; n counts n.", ("tenant",))
+TENANT_RUNNING = Metric("baton_tenant_running_requests", "gauge", "Of these: running now.", ("tenant",))
+TENANT_PROMPT_TOKENS = Metric(
+    "baton_tenant_prompt_tokens_total", "counter", "Prompt tokens of a tenant's finished requests.", ("tenant",)
+)
+TENANT_CACHED_TOKENS = Metric(
+    "baton_tenant_cached_tokens_total", "counter", "Of these: reused instead of computed.", ("tenant",)
+)
+TENANT_OUTPUT_TOKENS = Metric(
+    "baton_tenant_output_tokens_total", "counter", "Tokens handed to a tenant's clients.", ("tenant",)
+)
+TENANT_REFUSALS = Metric(
+    "baton_tenant_refusals_total", "counter", "Calls refused by a rule of the tenant's own.", ("tenant", "rule")
+)
+
 
 class Histogram:
     """Counts of one histogram's buckets. Owned by one loop."""

@@ -37,14 +37,14 @@ def sampling(
 
 
 def generate(
-    address: str, prompt: str, system: str | None, params: common_pb2.SamplingParams, is_raw: bool, as_json: bool
+    client: Client, prompt: str, system: str | None, params: common_pb2.SamplingParams, is_raw: bool, as_json: bool
 ) -> None:
     """Send one prompt and print the answer: as it comes, or as one JSON object when it is complete.
 
     Raises:
         BatonError: from the cluster.
     """
-    with Client(address) as client:
+    with client:
         if is_raw:
             with fits_the_protocol("prompt"):
                 request = inference_pb2.GenerateRequest(text=prompt, sampling=params)
@@ -58,7 +58,7 @@ def generate(
             _stream(responses)
 
 
-def chat(address: str, system: str | None, params: common_pb2.SamplingParams) -> None:
+def chat(client: Client, system: str | None, params: common_pb2.SamplingParams) -> None:
     """Converse until end of input; every turn sends the whole conversation, of which the cluster kept the KV.
 
     Raises:
@@ -66,9 +66,9 @@ def chat(address: str, system: str | None, params: common_pb2.SamplingParams) ->
     """
     console = Console(stderr=True, highlight=False)
     turns = [] if system is None else [("system", system)]
-    with Client(address) as client:
-        model = client.status().model.id
-        console.print(f"{model} on {address}; end with Ctrl-D", style="dim", markup=False)
+    with client:
+        model = client.model_id()
+        console.print(f"{model} on {client.address}; end with Ctrl-D", style="dim", markup=False)
         for line in _lines():
             turns.append(("user", line))
             turns.append(("assistant", _stream(client.generate(chat_request(turns, params)))))

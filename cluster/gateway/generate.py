@@ -13,10 +13,13 @@ from cluster.gateway.counts import Counts
 from cluster.gateway.decode_client import DecodeClients, Outputs, SequenceStream, UnreadError
 from cluster.gateway.failures import Failures
 from cluster.gateway.metrics import Metrics
+from cluster.gateway.permissions import check_may_use, for_caller, longest_answer
 from cluster.gateway.progress import Delta, Progress
-from cluster.gateway.request import Limits, Request, check_window, request_from_pb
+from cluster.gateway.request import Limits, Request, check_model, check_window, request_from_pb
 from cluster.gateway.router_client import Reservation, RouterClient, Wanted
 from cluster.gateway.tokenizing import Tokenizing
+from cluster.tenants.callers import CALLER, Caller
+from cluster.tenants.quotas import RequestUse, Uses
 from common.clock import Clock
 from common.config import GatewayConfig
 from common.errors import DeadlineError, MismatchError, OverloadedError, WorkerLostError
@@ -29,6 +32,7 @@ class _Prepared:
     """A request that fits, ready to be placed."""
 
     request: Request
+    caller: Caller
     token_ids: Sequence[int]
     block_tokens: int
     sampling: common_pb2.SamplingParams
@@ -48,6 +52,7 @@ class Generator:
         workers: DecodeClients,
         tokenizing: Tokenizing,
         counts: Counts,
+        uses: Uses,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
@@ -60,6 +65,7 @@ class Generator:
         self._tokenizing = tokenizing
         self._constraints = Constraints(tokenizing, config.request)
         self._counts = counts
+        self._uses = uses
         self._clock = clock
         self._metrics = metrics
         self._random = Random(secrets.randbits(64))
@@ -83,9 +89,15 @@ class Generator:
             BatonError: what a worker answered.
         """
         received_s = self._clock.now()
-        with self._counts.request():
-            request = request_from_pb(message, self.limits(), request_id, lambda: self._random.getrandbits(63))
-            prepared = await self._prepare(request)
+        caller = CALLER.get()
+        with self._counts.request(), self._uses.of(caller).request(caller.rules) as use:
+            self.check_model(message.model)
+            request = for_caller(
+                request_from_pb(message, self.limits(), request_id, lambda: self._random.getrandbits(63)),
+                caller,
+                names_class=message.priority != common_pb2.PRIORITY_UNSPECIFIED,
+            )
+            prepared = await self._prepare(request, caller, use)
             progress = Progress(
                 request, prepared.token_ids, received_s, self._text, self._facts.eos_token_ids, self._clock
             )
@@ -94,7 +106,20 @@ class Generator:
             async with aclosing(self._serve(prepared, progress, deadline_s)) as deltas:
                 async for delta in deltas:
                     metrics.took(delta)
+                    use.took(len(delta.token_ids))
+                    if delta.finished is not None:
+                        use.finished(delta.finished.usage)
                     yield delta
+
+    def check_model(self, model: str) -> None:
+        """Accept the served model's name, or none, from a caller who may use it.
+
+        Raises:
+            NotFoundError: any other name.
+            PermissionDeniedError: the caller may not.
+        """
+        check_model(model, self.limits())
+        check_may_use(self._model_id, CALLER.get())
 
     @property
     def request_s(self) -> float:
@@ -108,7 +133,7 @@ class Generator:
         longest = min(window - 1, self._config.prompt_tokens_max or window)
         return Limits(self._model_id, window, self._facts.vocab_tokens, longest, self._config.request)
 
-    async def _prepare(self, request: Request) -> _Prepared:
+    async def _prepare(self, request: Request, caller: Caller, use: RequestUse) -> _Prepared:
         """Tokenize a request and see that it fits."""
         token_ids = await self._tokenizing.token_ids(request.prompt)
         check_window(len(token_ids), _max_tokens(request), self.limits())  # before anything is waited for
@@ -118,9 +143,11 @@ class Generator:
             raise MismatchError(f"the workers serve model {cluster.model_id!r}, this gateway {self._model_id!r}")
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
-        sampling.max_tokens = check_window(len(token_ids), _max_tokens(request), self.limits())
+        room = check_window(len(token_ids), _max_tokens(request), self.limits())
+        sampling.max_tokens = room if sampling.HasField("max_tokens") else longest_answer(room, caller)
         sampling.constraint = constraint
-        return _Prepared(request, token_ids, cluster.block_tokens, sampling)
+        use.prompt(len(token_ids))
+        return _Prepared(request, caller, token_ids, cluster.block_tokens, sampling)
 
     async def _serve(self, prepared: _Prepared, progress: Progress, deadline_s: float) -> AsyncGenerator[Delta, None]:
         """Place the request and relay its tokens; when a worker fails it, place it anew with the tokens it has so far.
@@ -150,8 +177,9 @@ class Generator:
     ) -> Reservation:
         """Ask the router for workers, other than those that failed."""
         token_ids = [*prepared.token_ids, *progress.token_ids]
-        with self._counts.queueing():
-            hashes = await self._tokenizing.hashes(token_ids, prepared.block_tokens)
+        caller = prepared.caller
+        with self._counts.queueing(), self._uses.of(caller).queueing(caller.rules):
+            hashes = await self._tokenizing.hashes(token_ids, prepared.block_tokens, caller.cache_salt)
             wanted = Wanted(
                 prepared.request.request_id,
                 len(token_ids),
@@ -222,6 +250,7 @@ class Generator:
             sampling=prepared.sampling,
             prefill=placement.prefill if placement.HasField("prefill") else None,
             timeout_s=self._left_s(deadline_s),
+            cache_salt=prepared.caller.cache_salt,
             prefix_holder=placement.prefix_holder if placement.HasField("prefix_holder") else None,
         )
 

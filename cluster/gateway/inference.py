@@ -16,8 +16,10 @@ from baton_pb.v1 import inference_pb2, inference_pb2_grpc
 from cluster.gateway.choices import Piece, choices_of, pieces_of
 from cluster.gateway.deadline import deadline
 from cluster.gateway.generate import Generator
-from cluster.gateway.request import TextPrompt, check_chat, check_model, check_text
+from cluster.gateway.permissions import may_use
+from cluster.gateway.request import TextPrompt, check_chat, check_text
 from cluster.gateway.tokenizing import Tokenizing
+from cluster.tenants.callers import CALLER
 from common.errors import BatonError, InvalidRequestError
 from common.logs import log
 from common.rich_status import path_in
@@ -56,7 +58,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the ids of a text or a chat."""
         async with rpc_errors_to_status(context, path_in(request)), _bugs_to_errors("tokenize"):
             limits = self._generator.limits()
-            check_model(request.model, limits)
+            self._generator.check_model(request.model)
             match request.WhichOneof("prompt"):
                 case "text":
                     text = check_text(request.text, limits).text
@@ -75,7 +77,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the text of ids, special tokens included."""
         async with rpc_errors_to_status(context, path_in(request)), _bugs_to_errors("detokenize"):
             limits = self._generator.limits()
-            check_model(request.model, limits)
+            self._generator.check_model(request.model)
             if request.token_ids and max(request.token_ids) >= limits.vocab_tokens:
                 raise InvalidRequestError(
                     f"token_ids must be below {limits.vocab_tokens}, got {max(request.token_ids)}"
@@ -89,8 +91,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.ListModelsRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> inference_pb2.ListModelsResponse:
-        """Return the one model."""
-        return inference_pb2.ListModelsResponse(models=[self.model()])
+        """Return the one model, if the caller may use it."""
+        model = self.model()
+        return inference_pb2.ListModelsResponse(models=[model] if may_use(model.id, CALLER.get()) else [])
 
     def model(self) -> inference_pb2.ModelInfo:
         """Return what is served."""

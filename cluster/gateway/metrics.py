@@ -1,24 +1,27 @@
 """What the gateway measures of its requests, whichever API they came by, and its page for Prometheus."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from cluster.gateway.counts import Counts
 from cluster.gateway.progress import Delta
+from cluster.tenants.quotas import TenantUse, Uses
 from common import telemetry
 from common.clock import Clock
-from common.telemetry import Histogram, Sample, exposition
+from common.telemetry import Histogram, Metric, Sample, exposition
 
 
 class Metrics:
     """Owned by the gateway's loop; plain functions."""
 
-    def __init__(self, counts: Counts, clock: Clock) -> None:
+    def __init__(self, counts: Counts, uses: Uses, clock: Clock) -> None:
         self.ttft = Histogram(telemetry.TTFT)
         self.itl = Histogram(telemetry.ITL)
         self.http_responses: Counter[tuple[str, int]] = Counter()
         """By path and code."""
         self.http_connections = 0
         self._counts = counts
+        self._uses = uses
         self._clock = clock
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -55,8 +58,26 @@ class Metrics:
                 Sample(telemetry.ITL, self.itl),
                 *(Sample(telemetry.HTTP_RESPONSES, number, (path, str(code))) for (path, code), number in responses),
                 Sample(telemetry.HTTP_CONNECTIONS, self.http_connections),
+                *_tenant_samples(self._uses.all()),
             ]
         )
+
+
+def _tenant_samples(uses: Sequence[TenantUse]) -> list[Sample]:
+    counted: dict[Metric, Callable[[TenantUse], float]] = {
+        telemetry.TENANT_REQUESTS: lambda use: use.requests_total,
+        telemetry.TENANT_RUNNING: lambda use: use.running,
+        telemetry.TENANT_PROMPT_TOKENS: lambda use: use.prompt_tokens,
+        telemetry.TENANT_CACHED_TOKENS: lambda use: use.cached_tokens,
+        telemetry.TENANT_OUTPUT_TOKENS: lambda use: use.output_tokens,
+    }
+    samples = [Sample(metric, value(use), (use.name,)) for metric, value in counted.items() for use in uses]
+    refusals = [
+        Sample(telemetry.TENANT_REFUSALS, number, (use.name, rule))
+        for use in uses
+        for rule, number in sorted(use.refusals.items())
+    ]
+    return [*samples, *refusals]
 
 
 class StreamMetrics:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +18,9 @@ from cluster.gateway.inference import InferenceService
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
+from cluster.tenants.door import Door
+from cluster.tenants.key_store import Keys, KeyStore, NoKeys
+from cluster.tenants.quotas import Uses
 from common.clock import MonotonicClock
 from common.config import GatewayConfig
 from common.logs import log
@@ -35,7 +37,7 @@ class GatewayServer:
     """A gateway that serves. Create it with `start`; it owns the router session and the decode sessions."""
 
     def __init__(
-        self, config: GatewayConfig, model_id: str, facts: ModelFacts, text: Text, router_address: str
+        self, config: GatewayConfig, model_id: str, facts: ModelFacts, text: Text, router_address: str, keys: Keys
     ) -> None:
         """Put the parts together; nothing is opened yet."""
         self.grpc_address = ""
@@ -46,7 +48,9 @@ class GatewayServer:
         self._config = config
         self._counts = Counts(config.running_max)
         self._clock = MonotonicClock()
-        self._metrics = Metrics(self._counts, self._clock)
+        uses = Uses(self._clock)
+        door = Door(keys, uses)
+        self._metrics = Metrics(self._counts, uses, self._clock)
         self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
         self._workers = DecodeClients(self.gateway_id, config.unread_tokens_max)
         self._tokenizing = Tokenizing(text)
@@ -59,12 +63,16 @@ class GatewayServer:
             self._workers,
             self._tokenizing,
             self._counts,
+            uses,
             self._clock,
             self._metrics,
         )
-        self._http = HttpFace(config.http, Parts(generator, self._tokenizing, text, self._router, self._metrics))
+        parts = Parts(generator, self._tokenizing, text, self._router, self._metrics, door)
+        self._http = HttpFace(config.http, parts)
         self._inference = InferenceService(generator, self._tokenizing, text)
-        self._server = make_server(self._admit, config.message_bytes_max, config.metadata_bytes_max, config.calls_max)
+        self._server = make_server(
+            door.admit_rpc, config.message_bytes_max, config.metadata_bytes_max, config.calls_max
+        )
         self._health = Health(self._server)
         self._router_session: asyncio.Task[None] | None = None
 
@@ -79,11 +87,13 @@ class GatewayServer:
             router_address: host:port of the router.
 
         Raises:
-            ConfigError: a model file is missing or broken, or the port cannot be had.
+            ConfigError: a model file or the key file is missing or broken, or the port cannot be had.
         """
         facts = await asyncio.to_thread(ModelFacts.load, model_dir)
         text = await asyncio.to_thread(Text.load, model_dir)
-        gateway = cls(config, model_id, facts, text, router_address)
+        clock = MonotonicClock()
+        keys = NoKeys() if config.keys_file is None else await KeyStore.load(config.keys_file.expanduser(), clock)
+        gateway = cls(config, model_id, facts, text, router_address, keys)
         try:
             await gateway._open()
         except BaseException:
@@ -118,9 +128,6 @@ class GatewayServer:
         self.http_address = self._http.address
         addresses = {"address": self.grpc_address, "http": self.http_address}
         log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, **addresses)
-
-    async def _admit(self, method: str, metadata: Mapping[str, str]) -> None:
-        """Let everybody pass."""
 
     async def _router_changed(self, is_connected: bool) -> None:
         """Without a router the gateway lives, but its Inference service cannot serve."""

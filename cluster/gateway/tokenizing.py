@@ -39,12 +39,12 @@ class Tokenizing:
                 size = sum(len(message["content"]) for message in messages)
                 return await self._run(size, lambda: self._text.render_chat(messages))
 
-    async def hashes(self, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
-        """Return the chain hashes of the full blocks."""
+    async def hashes(self, token_ids: Sequence[int], block_tokens: int, salt: bytes) -> list[bytes]:
+        """Return the chain hashes of the full blocks, keyed with the tenant's salt."""
         if len(token_ids) <= _INLINE_TOKENS_MAX:
-            return chain_hashes(token_ids, block_tokens)
+            return chain_hashes(token_ids, block_tokens, salt)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, chain_hashes, token_ids, block_tokens)
+        return await loop.run_in_executor(self._thread, chain_hashes, token_ids, block_tokens, salt)
 
     def close(self) -> None:
         """Give the thread back; idempotent."""

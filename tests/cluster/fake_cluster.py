@@ -102,6 +102,11 @@ def request(prompt: str | list[int] = "hello world", **sampling: Any) -> inferen
     return made
 
 
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that shows a key."""
+    return (("authorization", f"Bearer {key}"),)
+
+
 @dataclass(slots=True)
 class FakeCluster:
     """The parts. `router` may be replaced by the test, with `restart_router`."""
@@ -112,23 +117,32 @@ class FakeCluster:
     channel: grpc.aio.Channel
     stub: Any
     admin: Any
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Shown with each call."""
 
     def worker(self, worker_id: str) -> FakeWorker:
         return self.workers[worker_id]
 
-    def call(self, asked: inference_pb2.GenerateRequest, timeout_s: float | None = LIMIT_S) -> Any:
-        return self.stub.Generate(asked, timeout=timeout_s)
+    def call(
+        self, asked: inference_pb2.GenerateRequest, timeout_s: float | None = LIMIT_S, key: str | None = None
+    ) -> Any:
+        metadata = self.metadata if key is None else bearer(key)
+        return self.stub.Generate(asked, timeout=timeout_s, metadata=metadata)
 
-    async def ask(self, asked: inference_pb2.GenerateRequest, timeout_s: float | None = LIMIT_S) -> Answer:
+    async def ask(
+        self, asked: inference_pb2.GenerateRequest, timeout_s: float | None = LIMIT_S, key: str | None = None
+    ) -> Answer:
         """Send a request and return all of its answer. Raises our own errors."""
         answer = Answer()
         with typed_rpc_errors():
-            async for response in self.call(asked, timeout_s):
+            async for response in self.call(asked, timeout_s, key):
                 answer.responses.append(response)
         return answer
 
     async def status(self) -> admin_pb2.ClusterStatus:
-        status: admin_pb2.ClusterStatus = await self.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=LIMIT_S)
+        status: admin_pb2.ClusterStatus = await self.admin.GetStatus(
+            admin_pb2.GetStatusRequest(), timeout=LIMIT_S, metadata=self.metadata
+        )
         return status
 
     def states(self) -> dict[str, str]:
@@ -173,6 +187,7 @@ async def fake_cluster(
     num_both: int = 0,
     policy: str = "prefix",
     model: FakeModel | None = None,
+    admin_key: str | None = None,
     **gateway: Any,
 ) -> AsyncIterator[FakeCluster]:
     """Start everything; at the end no request, reservation or sequence may be left."""
@@ -192,6 +207,7 @@ async def fake_cluster(
         channel,
         inference_pb2_grpc.InferenceStub(channel),
         admin_pb2_grpc.AdminStub(channel),
+        () if admin_key is None else bearer(admin_key),
     )
     try:
         await cluster.set_workers()

@@ -56,6 +56,9 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServ
             ),
         )
 
+    def ListModels(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.ModelInfo(id="tiny")])
+
     def GetStatus(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
         worker = router_pb2.WorkerStatus(
             worker_id="decode-0",

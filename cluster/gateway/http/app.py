@@ -23,6 +23,7 @@ from cluster.gateway.http.services import DetokenizeRequest, TextService, Tokeni
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
+from cluster.tenants.door import Door
 from common.config import HttpConfig
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
 from common.logs import log
@@ -47,6 +48,7 @@ class Parts:
     text: Text
     router: RouterClient
     metrics: Metrics
+    door: Door
 
 
 class HttpFace:
@@ -106,7 +108,9 @@ class HttpFace:
             if hosting.num_connections > self._config.connections_max:
                 raise WorkerLostError(f"{hosting.num_connections - 1} connections are open, the most that may be")
             async with deadline(self._parts.generator.request_s):
-                await self._endpoint(exchange)(exchange)
+                endpoint = self._endpoint(exchange)
+                await self._parts.door.admit_http(exchange.path.rstrip("/") or "/", exchange.headers)
+                await endpoint(exchange)
         except CancelledRequestError:
             raise
         except asyncio.CancelledError:

@@ -69,6 +69,8 @@ def _of_baton_error(error: errors.BatonError) -> Refusal:
     param = None
     if isinstance(error, errors.NotFoundError) and error.message.startswith("model "):
         code, param = "model_not_found", "model"
+    elif isinstance(error, errors.UnauthenticatedError):
+        code, headers["www-authenticate"] = "invalid_api_key", "Bearer"
     elif isinstance(error, errors.InvalidRequestError):
         param = _NAMES.get(error.field, error.field) or None
         if "context window" in error.message:

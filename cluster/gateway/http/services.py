@@ -11,8 +11,10 @@ from cluster.gateway.generate import Generator
 from cluster.gateway.http.base import Fields, Only
 from cluster.gateway.http.chat import Message
 from cluster.gateway.http.fields import TokenId
-from cluster.gateway.request import MESSAGES_MAX, TextPrompt, check_chat, check_model, check_text
+from cluster.gateway.permissions import may_use
+from cluster.gateway.request import MESSAGES_MAX, TextPrompt, check_chat, check_text
 from cluster.gateway.tokenizing import Tokenizing
+from cluster.tenants.callers import CALLER
 from common.errors import InvalidRequestError
 from common.text import Text
 
@@ -59,7 +61,7 @@ class TextService:
     async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
         """Return the ids of a prompt or a conversation."""
         limits = self._generator.limits()
-        check_model(asked.model, limits)
+        self._generator.check_model(asked.model)
         if asked.messages is not None:
             chat = inference_pb2.ChatMessages(messages=[message.to_pb() for message in asked.messages])
             token_ids = await self._tokenizing.token_ids(check_chat(chat, limits))
@@ -77,14 +79,15 @@ class TextService:
     async def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of ids, special tokens included."""
         limits = self._generator.limits()
-        check_model(asked.model, limits)
+        self._generator.check_model(asked.model)
         if asked.tokens and max(asked.tokens) >= limits.vocab_tokens:
             raise InvalidRequestError(f"tokens must be below {limits.vocab_tokens}, got {max(asked.tokens)}")
         return {"prompt": self._text.decode(asked.tokens, skip_special_tokens=False)}
 
     def models(self) -> dict[str, Any]:
-        """Return the list with the one model."""
-        return {"object": "list", "data": [self.model("")]}
+        """Return the list with the one model, if the caller may use it."""
+        is_theirs = may_use(self._generator.limits().model_id, CALLER.get())
+        return {"object": "list", "data": [self.model("")] if is_theirs else []}
 
     def model(self, model_id: str) -> dict[str, Any]:
         """Return the served model.
@@ -92,8 +95,8 @@ class TextService:
         Raises:
             NotFoundError: that is not what is served.
         """
+        self._generator.check_model(model_id)
         limits = self._generator.limits()
-        check_model(model_id, limits)
         return {
             "id": limits.model_id,
             "object": "model",

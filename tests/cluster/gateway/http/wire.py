@@ -107,10 +107,10 @@ async def post(cluster: FakeCluster, path: str, body: object, **headers: str) ->
         return await connection.response()
 
 
-async def get(cluster: FakeCluster, path: str, method: str = "GET") -> Response:
+async def get(cluster: FakeCluster, path: str, method: str = "GET", **headers: str) -> Response:
     """Fetch a path."""
     async with wire(cluster) as connection:
-        connection.send(path, method=method)
+        connection.send(path, None, method, **headers)
         return await connection.response()
 
 

@@ -1,0 +1,1 @@
+"""Who calls: API keys, what their tenants may do, and what they have used."""
