@@ -131,6 +131,17 @@ class TransferConfig(Node):
     are found sooner, by the end of their connection or by missed pings."""
     connect_timeout_s: Seconds = 5.0
     """Longest wait for a peer to answer a connection."""
+    codec: Literal["auto", "raw", "lossless", "int8", "fp8"] = "auto"
+    """What blocks are coded in that come to this worker over a wire. `auto`: raw, or lossless where the link is what
+    everybody waits for. int8 and fp8 change values; see transfer.codec_kl_max."""
+    codec_kl_max: Annotated[float, Field(ge=0)] = 0.01
+    """Most that a codec may change what the model says: mean KL divergence of the next token's distribution, nats,
+    measured at the start on the served model. A codec that changes more is refused."""
+    sealed: bool = False
+    """Encrypt what comes to this worker over a wire (AES-256-GCM, a key for each ticket). Memory of one host is shared
+    as it is. The key travels with the request: the control plane has to be private for itself."""
+    staging_bytes_max: Annotated[int, Field(ge=64 * 1024 * 1024)] = 1024 * 1024 * 1024
+    """Memory of a receiver for pieces that are under way on all its wires; senders share it by their windows."""
     inflight_bytes_max: Positive = 64 * 1024 * 1024
     """Bytes that a sender has announced to one receiver and not seen acknowledged, before it waits."""
 

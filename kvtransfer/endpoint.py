@@ -27,8 +27,8 @@ from kvtransfer import native
 from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
-from kvtransfer.memory import Memory, copy_threads
-from kvtransfer.outbound import Greeter, OwnPool
+from kvtransfer.memory import Memory, OwnPool, copy_threads
+from kvtransfer.outbound import Greeter
 from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -65,9 +65,7 @@ class TransferEndpoint:
             host_id=self.address.host_id,
             num_blocks=store.num_blocks,
         )
-        self._receiver = Receiver(
-            hello, store.layout, config.lease_s, config.checksum, config.connect_timeout_s, self._counters
-        )
+        self._receiver = Receiver(hello, self._pool, config, self._counters)
         greeter = Greeter(self._pool, hello, self._counters, config.inflight_bytes_max)
         self._dialer = Dialer(config.transport, self.address.host_id, store.memfd)
         self._sender = Sender(greeter, self._dialer, config.connect_timeout_s)

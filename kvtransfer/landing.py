@@ -9,10 +9,14 @@ from typing import Protocol
 from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError, TransferError
 from kvtransfer.activity import Activity, Stop
+from kvtransfer.codecs.registry import CODECS, RAW, is_allowed
+from kvtransfer.coding import BadMessageError, Coded, Coding, Parcel, new_message, place, slabs_of
 from kvtransfer.coverage import Coverage
 from kvtransfer.interface import LandingReport
 from kvtransfer.layout import BlockLayout
+from kvtransfer.memory import OwnPool
 from kvtransfer.pieces import PIECE_BLOCKS_MAX, Piece, Runs, piece_bytes, runs_of
+from kvtransfer.seal import Seal
 from kvtransfer.ticket import run_tag, tag_base
 from kvtransfer.transports.base import InboundLink
 from kvtransfer.wire import abort_frame
@@ -36,6 +40,14 @@ class SenderPeer(Protocol):
     @property
     def last_received(self) -> float:
         """Loop time of the last sign of life."""
+        ...
+
+    def take_window(self, num_bytes: int) -> None:
+        """Note that so many bytes more are under way; raises a `TransferError` if that is more than was granted."""
+        ...
+
+    def give_window(self, num_bytes: int) -> None:
+        """Note that so many bytes are not under way any more, or belong to a transfer that is over."""
         ...
 
     def send(self, frame: transfer_pb2.TransferFrame) -> None:
@@ -73,7 +85,7 @@ class BlockLanding:
     def __init__(
         self,
         ticket: transfer_pb2.Ticket,
-        layout: BlockLayout,
+        pool: OwnPool,
         on_failed: Callable[[], object],
         on_over: Callable[[], object],
     ) -> None:
@@ -81,7 +93,11 @@ class BlockLanding:
         self.is_over = False
         self.seconds = 0.0
         self._stop = Stop()
-        self._layout = layout
+        self._pool = pool
+        self._layout: BlockLayout = pool.layout
+        self._coding: Coding | None = None
+        self._placing: set[asyncio.Task[int | None]] = set()
+        self._num_under_way_bytes = 0
         self._coverage = Coverage(len(ticket.block_ids), range(ticket.layer_begin, ticket.layer_end))
         self._activity = Activity()
         self._peer: SenderPeer | None = None
@@ -123,14 +139,26 @@ class BlockLanding:
         self._stop.set()
         self._outcome.set_exception(error)
         self._on_failed()
+        self._give_window(self._num_under_way_bytes)
         if self._peer is not None:
             self._peer.send(abort_frame(self.ticket.transfer_id, error))
 
-    def open(self, peer: SenderPeer) -> None:
-        """Bind the ticket to the connection of the sender that showed its secret."""
+    def open(self, peer: SenderPeer, codec: str) -> None:
+        """Bind the ticket to the connection of the sender that showed its secret.
+
+        Raises:
+            TransferError: the ticket does not allow this codec; `fail` has to follow.
+        """
         assert self._peer is None
         self._peer = peer
         self._opened = self._progress = self._loop.time()
+        if not is_allowed(self.ticket.codec, codec):
+            raise TransferError(f"codec {codec!r} for a ticket that asks for {self.ticket.codec!r}")
+        if peer.link.byte_receiver is not None and (codec != RAW or self.ticket.sealed):
+            seal = Seal(self.ticket.transfer_id, self.ticket.secret) if self.ticket.sealed else None
+            self._coding = Coding(CODECS[codec], seal, self.ticket.checksum and seal is None)
+        elif codec != RAW:
+            raise TransferError(f"codec {codec!r} on a link that carries no coded bytes")
 
     def receive(self, ready: transfer_pb2.Ready) -> None:
         """Begin to receive a piece; one of a transfer that is over passes by.
@@ -142,17 +170,23 @@ class BlockLanding:
         piece = Piece(ready.first, tuple(ready.source_block_ids), range(ready.layer_begin, ready.layer_end))
         runs = self._runs(piece, ready, self._peer.num_blocks)
         self._num_pieces += 1
-        self._num_runs += len(runs)
+        self._num_runs += 1 if self._coding else len(runs)
         if self.is_over:
-            self._peer.link.discard(runs, ready.tag)
+            self._pass_by(ready, runs)
             return
         self._coverage.add(piece.first, len(piece.block_ids), piece.layers)
+        self._peer.take_window(ready.num_bytes)
+        self._num_under_way_bytes += ready.num_bytes
         if self._activity.is_quiet:
             self._progress = self._loop.time()
         self._activity.begin()
         link = self._peer.link
-        checksum = ready.checksum if self.ticket.checksum and link.has_checksums else None
-        receiving = link.receive(runs, ready.tag, checksum is not None, self._stop)
+        checksum = None
+        if self._coding is not None:
+            receiving = self._receive_coded(self._coding, Parcel(piece, runs, ready.nonce), ready)
+        else:
+            checksum = ready.checksum if self.ticket.checksum and link.has_checksums else None
+            receiving = link.receive(runs, ready.tag, checksum is not None, self._stop)
         receiving.add_done_callback(partial(self._piece_done, ready.seq, ready.num_bytes, checksum))
 
     def complete(self, num_pieces: int) -> None:
@@ -172,6 +206,32 @@ class BlockLanding:
         self.seconds = self._loop.time() - self._opened
         self._outcome.set_result(LandingReport(self._peer.link.name, self._num_bytes, self.seconds))
 
+    def _pass_by(self, ready: transfer_pb2.Ready, runs: Runs) -> None:
+        assert self._peer is not None
+        if self._coding is None:
+            self._peer.link.discard(runs, ready.tag)
+        elif (receiver := self._peer.link.byte_receiver) is not None:
+            receiver.discard_bytes(ready.encoded_bytes, ready.tag)
+
+    def _receive_coded(self, coding: Coding, parcel: Parcel, ready: transfer_pb2.Ready) -> asyncio.Future[int | None]:
+        assert self._peer is not None
+        receiver = self._peer.link.byte_receiver
+        assert receiver is not None
+        message = new_message(ready.encoded_bytes)
+        arriving = receiver.receive_bytes(message, ready.tag)
+        task = self._loop.create_task(self._place(coding, parcel, Coded(message, ready.checksum), arriving))
+        self._placing.add(task)
+        task.add_done_callback(self._placing.discard)
+        return task
+
+    async def _place(self, coding: Coding, parcel: Parcel, coded: Coded, arriving: asyncio.Future[None]) -> int | None:
+        await arriving
+        pool = self._pool
+        await self._loop.run_in_executor(
+            pool.threads, place, coding, coded, pool.memory, pool.layout, parcel, self._stop
+        )
+        return None
+
     def _runs(self, piece: Piece, ready: transfer_pb2.Ready, num_source_blocks: int) -> Runs:
         if ready.seq != self._num_pieces:
             raise TransferError(f"piece {ready.seq} where {self._num_pieces} was due")
@@ -182,6 +242,9 @@ class BlockLanding:
         self._coverage.check(piece.first, len(piece.block_ids), piece.layers)
         if ready.num_bytes != piece_bytes(piece, self._layout):
             raise TransferError(f"a piece of {ready.num_bytes} bytes, not {piece_bytes(piece, self._layout)}")
+        most = 0 if self._coding is None else self._coding.encoded_max(slabs_of(piece, self._layout))
+        if not min(1, most) <= ready.encoded_bytes <= most:
+            raise TransferError(f"a message of {ready.encoded_bytes} bytes for a piece that takes at most {most}")
         return runs_of(piece, self.ticket.block_ids, self._layout)
 
     def _piece_done(
@@ -193,7 +256,10 @@ class BlockLanding:
         error = TransferError("cancelled") if receiving.cancelled() else receiving.exception()
         if self.is_over:
             return
+        self._give_window(num_bytes)
         if error is not None:
+            if isinstance(error, BadMessageError):
+                self._peer.count_refusal()
             self.fail(error if isinstance(error, BatonError) else TransferError(f"piece {seq}: {error!r}"))
         elif receiving.result() != checksum:
             self._peer.count_refusal()
@@ -204,6 +270,11 @@ class BlockLanding:
             self._peer.count_piece(num_bytes)
             ack = transfer_pb2.Ack(transfer_id=self.ticket.transfer_id, seq=seq)
             self._peer.send(transfer_pb2.TransferFrame(ack=ack))
+
+    def _give_window(self, num_bytes: int) -> None:
+        if self._peer is not None and num_bytes:
+            self._num_under_way_bytes -= num_bytes
+            self._peer.give_window(num_bytes)
 
     def _break_if_stuck(self) -> None:
         """Break the link if no piece moves on it: that ends what is under way. A frozen peer is noticed earlier."""

@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -10,6 +11,7 @@ import xxhash
 from common.errors import TransferError
 from kvtransfer import native
 from kvtransfer.activity import Stop
+from kvtransfer.layout import BlockLayout
 from kvtransfer.pieces import IntArray, Runs
 
 STEP_BYTES = 1024 * 1024
@@ -24,6 +26,16 @@ class Memory:
         self.view = buffer
         self.address = int(array.ctypes.data)
         self.num_bytes = array.nbytes
+
+
+class OwnPool(NamedTuple):
+    """What the halves of an endpoint need of its pool."""
+
+    memory: Memory
+    layout: BlockLayout
+    num_blocks: int
+    threads: Executor
+    """Where bytes are copied, checked and coded."""
 
 
 def copy_threads(worker_id: str) -> ThreadPoolExecutor:

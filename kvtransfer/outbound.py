@@ -5,33 +5,26 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
 
 from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError, MismatchError, TransferError, WorkerLostError
 from common.logs import log
+from kvtransfer.codecs.choice import LOSSLESS, CodecChoice
+from kvtransfer.codecs.registry import CODECS, RAW
+from kvtransfer.coding import Coded, Coding, Parcel, code
 from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
-from kvtransfer.memory import Memory, checksum_of
+from kvtransfer.memory import OwnPool, checksum_of
 from kvtransfer.pieces import Piece, Runs, cut, piece_bytes, runs_of
 from kvtransfer.push import BlockPush
+from kvtransfer.seal import Seal
 from kvtransfer.ticket import TicketTerms
 from kvtransfer.transports.base import OutboundLink
 from kvtransfer.wire import PROTOCOL, FrameConnection, FrameError, error_of_abort
 
 logger = logging.getLogger(__name__)
-
-
-class OwnPool(NamedTuple):
-    """What a sender needs of its own pool."""
-
-    memory: Memory
-    layout: BlockLayout
-    num_blocks: int
-    threads: Executor
-    """Where checksums are computed."""
 
 
 class Greeter(NamedTuple):
@@ -62,7 +55,9 @@ class OutboundPeer:
         self._pushes: dict[bytes, BlockPush] = {}
         self._queue: deque[tuple[BlockPush, Piece]] = deque()
         self._inflight_bytes = 0
+        self._window_bytes = greeter.inflight_bytes_max
         self._loop = asyncio.get_running_loop()
+        self._choice = CodecChoice(self._loop.time())
         self._hello: asyncio.Future[transfer_pb2.Hello] = self._new_hello()
         self._connection = FrameConnection(sock, self._on_frame, self._on_lost)
 
@@ -86,6 +81,8 @@ class OutboundPeer:
         require_equal(self._greeter.pool.layout, BlockLayout.from_pb(hello.layout))
         if (hello.worker_id, hello.generation) != (self._address.worker_id, self._address.generation):
             raise TransferError(f"the ticket is of an earlier life of {self._address.worker_id}, or of another worker")
+        if hello.window_bytes:
+            self._window_bytes = min(self._window_bytes, hello.window_bytes)
         return hello.extra
 
     async def next_hello(self) -> transfer_pb2.Hello:
@@ -107,9 +104,13 @@ class OutboundPeer:
             raise WorkerLostError(f"the connection to {self._address.worker_id} is lost")
         if terms.transfer_id in self._pushes:
             raise TransferError("this ticket is in use")
-        push = self._pushes[terms.transfer_id] = BlockPush(self, terms, landing_ids)
+        coding = self._coding(terms)
+        push = self._pushes[terms.transfer_id] = BlockPush(self, terms, landing_ids, coding)
+        codec = RAW if coding is None else coding.codec.name
         self.send(
-            transfer_pb2.TransferFrame(open=transfer_pb2.Open(transfer_id=terms.transfer_id, secret=terms.secret))
+            transfer_pb2.TransferFrame(
+                open=transfer_pb2.Open(transfer_id=terms.transfer_id, secret=terms.secret, codec=codec)
+            )
         )
         return push
 
@@ -144,7 +145,7 @@ class OutboundPeer:
             self.send(transfer_pb2.TransferFrame(ping=transfer_pb2.Ping()))
 
     def _pump(self) -> None:
-        limit = self._greeter.inflight_bytes_max
+        limit = self._window_bytes
         while self._queue and not self.is_lost:
             push, piece = self._queue[0]
             size = piece_bytes(piece, self._greeter.pool.layout)
@@ -157,8 +158,23 @@ class OutboundPeer:
                 self._inflight_bytes += size
                 self._start(push, piece, size)
 
+    def _coding(self, terms: TicketTerms) -> Coding | None:
+        """Choose how a transfer's pieces travel; where the receiver reads the pool itself, there is no choice."""
+        assert self._link is not None
+        if self._link.byte_sender is None:
+            return None
+        codec = self._choice.choose(terms.codec)
+        if codec == RAW and not terms.sealed:
+            return None
+        seal = Seal(terms.transfer_id, terms.secret) if terms.sealed else None
+        return Coding(CODECS[codec], seal, terms.checksum and seal is None)
+
     def _start(self, push: BlockPush, piece: Piece, num_bytes: int) -> None:
+        self._choice.sent(self._loop.time())
         runs = runs_of(piece, push.landing_ids, self._greeter.pool.layout)
+        if push.coding is not None:
+            self._start_coding(push, push.coding, Parcel(piece, runs, push.take_nonce()), num_bytes)
+            return
         assert self._link is not None
         if not (push.terms.checksum and self._link.has_checksums):
             self._send_piece(push, piece, runs, num_bytes, 0)
@@ -179,24 +195,57 @@ class OutboundPeer:
         else:
             self._send_piece(push, piece, runs, num_bytes, hashing.result())
 
+    def _start_coding(self, push: BlockPush, coding: Coding, parcel: Parcel, num_bytes: int) -> None:
+        pool = self._greeter.pool
+        push.activity.begin()
+        working = self._loop.run_in_executor(pool.threads, code, coding, pool.memory, pool.layout, parcel, push.stop)
+        working.add_done_callback(partial(self._coded, push, coding, parcel, num_bytes))
+
+    def _coded(
+        self, push: BlockPush, coding: Coding, parcel: Parcel, num_bytes: int, working: asyncio.Future[Coded]
+    ) -> None:
+        push.activity.end()
+        error = working.exception()
+        if push.is_over or error is not None:
+            self.give_back(num_bytes)
+            push.fail(error if isinstance(error, TransferError) else TransferError(f"coding failed: {error!r}"))
+            return
+        coded = working.result()
+        if coding.codec.name == LOSSLESS:
+            self._choice.coded(num_bytes, coded.data.nbytes, coded.seconds)
+        ready = self._ready(push, parcel.piece, num_bytes, num_tags=1)
+        ready.checksum, ready.encoded_bytes, ready.nonce = coded.checksum, coded.data.nbytes, parcel.nonce
+        self.send(transfer_pb2.TransferFrame(ready=ready))
+        assert self._link is not None
+        assert self._link.byte_sender is not None
+        self._watch_sending(push, self._link.byte_sender.send_bytes(coded.data, ready.tag))
+
     def _send_piece(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, checksum: int) -> None:
         assert self._link is not None
+        ready = self._ready(push, piece, num_bytes, num_tags=len(runs))
+        ready.checksum = checksum
+        self.send(transfer_pb2.TransferFrame(ready=ready))
+        if (sending := self._link.send(runs, ready.tag)) is not None:
+            self._watch_sending(push, sending)
+
+    @staticmethod
+    def _ready(push: BlockPush, piece: Piece, num_bytes: int, num_tags: int) -> transfer_pb2.Ready:
+        """Number a piece, which has to be sent now."""
         tag = push.next_tag
-        ready = transfer_pb2.Ready(
+        return transfer_pb2.Ready(
             transfer_id=push.terms.transfer_id,
-            seq=push.sent(num_bytes, len(runs)),
+            seq=push.sent(num_bytes, num_tags),
             first=piece.first,
             layer_begin=piece.layers.start,
             layer_end=piece.layers.stop,
             source_block_ids=piece.block_ids,
             num_bytes=num_bytes,
-            checksum=checksum,
             tag=tag,
         )
-        self.send(transfer_pb2.TransferFrame(ready=ready))
-        if (sending := self._link.send(runs, tag)) is not None:
-            push.activity.begin()
-            sending.add_done_callback(partial(self._sent, push))
+
+    def _watch_sending(self, push: BlockPush, sending: asyncio.Future[None]) -> None:
+        push.activity.begin()
+        sending.add_done_callback(partial(self._sent, push))
 
     def _sent(self, push: BlockPush, sending: asyncio.Future[None]) -> None:
         push.activity.end()
@@ -235,6 +284,7 @@ class OutboundPeer:
         self.last_ack = self._loop.time()
         if num_bytes := self._push(ack.transfer_id).acknowledged(ack.seq):
             self._greeter.counters.moved(self._address.worker_id, self.transport, num_bytes)
+            self._choice.arrived(num_bytes, self._inflight_bytes == 0, self.last_ack)
 
     def _on_abort(self, abort: transfer_pb2.Abort) -> None:
         """Fail the push, which answers, unless this is itself the answer to its Abort."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Activity, Stop
+from kvtransfer.coding import Coding
 from kvtransfer.interface import PushReport
 from kvtransfer.pieces import Piece
 from kvtransfer.ticket import TicketTerms, run_tag, tag_base
@@ -65,14 +66,19 @@ class BlockPush:
     receiver that still copies from them will never believe what it gets.
     """
 
-    def __init__(self, peer: ReceiverPeer, terms: TicketTerms, landing_ids: Sequence[int]) -> None:
+    def __init__(
+        self, peer: ReceiverPeer, terms: TicketTerms, landing_ids: Sequence[int], coding: Coding | None = None
+    ) -> None:
         self.terms = terms
+        self.coding = coding
+        """How pieces travel; None: as they are."""
         self.landing_ids = tuple(landing_ids)
         self.activity = Activity()
         self.stop = Stop()
         self.is_over = False
         self.seconds = 0.0
         self._num_runs = 0
+        self._num_nonces = 0
         self._tag_base = tag_base(terms.transfer_id, terms.secret)
         self._peer = peer
         self._num_queued = 0
@@ -99,6 +105,11 @@ class BlockPush:
     def next_tag(self) -> int:
         """Tag of the first run of the next piece."""
         return run_tag(self._tag_base, self._num_runs)
+
+    def take_nonce(self) -> int:
+        """Return a number that no other piece of this push has."""
+        self._num_nonces += 1
+        return self._num_nonces
 
     def announce(self, first: int, block_ids: Sequence[int], layers: range | None = None) -> None:
         """Queue pieces; see `Push.announce`."""

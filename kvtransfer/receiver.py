@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton_pb.v1 import transfer_pb2
+from common.config import TransferConfig
 from common.errors import BatonError, MismatchError, TransferError, UnauthenticatedError
 from common.logs import log
+from kvtransfer.codecs.registry import RAW
 from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.landing import BlockLanding
 from kvtransfer.layout import BlockLayout, require_equal
+from kvtransfer.memory import OwnPool
 from kvtransfer.ticket import make_ticket
 from kvtransfer.transports.base import Door, Greeting, InboundLink
+from kvtransfer.windows import Windows
 from kvtransfer.wire import PROTOCOL, FrameConnection, FrameError, abort_frame
 
 logger = logging.getLogger(__name__)
@@ -27,29 +31,22 @@ class Receiver:
     """All landings of one worker. Owned by its loop.
 
     Args:
-        hello: of this endpoint, without `extra`.
-        layout: of the own pool.
-        lease_s: of the tickets granted.
-        checksum: whether tickets ask for checksums.
-        connect_timeout_s: a connection that has not opened a ticket by then is closed.
+        hello: of this endpoint, without what only one connection is told.
+        pool: the own one.
+        config: what tickets ask for. A connection that has opened none after `connect_timeout_s` is closed.
         counters: shared with the sending half.
     """
 
     def __init__(
-        self,
-        hello: transfer_pb2.Hello,
-        layout: BlockLayout,
-        lease_s: float,
-        checksum: bool,
-        connect_timeout_s: float,
-        counters: TransferCounters,
+        self, hello: transfer_pb2.Hello, pool: OwnPool, config: TransferConfig, counters: TransferCounters
     ) -> None:
         self.hello = hello
-        self.layout = layout
-        self.connect_timeout_s = connect_timeout_s
+        self.layout: BlockLayout = pool.layout
+        self.connect_timeout_s = config.connect_timeout_s
         self.counters = counters
-        self._lease_s = lease_s
-        self._checksum = checksum
+        self.windows = Windows(config.staging_bytes_max, config.inflight_bytes_max, pool.layout.block_bytes)
+        self._pool = pool
+        self._config = config
         self._granted: dict[bytes, BlockLanding] = {}
         self._alive: dict[bytes, BlockLanding] = {}
         self._peers: set[InboundPeer] = set()
@@ -63,11 +60,14 @@ class Receiver:
 
     def grant(self, address: transfer_pb2.TransferAddress, block_ids: Sequence[int], first_block: int) -> BlockLanding:
         """Make a ticket for reserved blocks; see `Endpoint.grant`."""
-        ticket = make_ticket(address, block_ids, first_block, self.layout, self._lease_s, self._checksum)
+        config = self._config
+        ticket = make_ticket(
+            address, block_ids, first_block, self.layout, config.lease_s, config.checksum, config.codec, config.sealed
+        )
         key = ticket.transfer_id
         landing = BlockLanding(
             ticket,
-            self.layout,
+            self._pool,
             on_failed=partial(self._granted.pop, key, None),
             on_over=partial(self._alive.pop, key, None),
         )
@@ -148,6 +148,8 @@ class InboundPeer:
         self._receiver = receiver
         self._door = door
         self._link: InboundLink | None = None
+        self._window_bytes = 0
+        self._num_under_way_bytes = 0
         self._is_up = False
         self._is_trusted = False
         self._landings: dict[bytes, BlockLanding] = {}
@@ -175,6 +177,18 @@ class InboundPeer:
         if not self._connection.is_closed:
             self._connection.close()
             self._on_lost(error)
+
+    def take_window(self, num_bytes: int) -> None:
+        """Count bytes under way; see `SenderPeer.take_window`. Where nothing is kept for them, there is no limit."""
+        under_way = self._num_under_way_bytes
+        if self._window_bytes and under_way and under_way + num_bytes > self._window_bytes:
+            raise TransferError(f"{under_way} + {num_bytes} bytes under way, {self._window_bytes} were granted")
+        self._num_under_way_bytes += num_bytes
+
+    def give_window(self, num_bytes: int) -> None:
+        """Count bytes that have arrived."""
+        self._num_under_way_bytes -= num_bytes
+        assert self._num_under_way_bytes >= 0
 
     def count_piece(self, num_bytes: int) -> None:
         """Count a verified piece."""
@@ -227,6 +241,7 @@ class InboundPeer:
         answer = transfer_pb2.Hello()
         answer.CopyFrom(self._receiver.hello)
         answer.extra = greeting.extra
+        answer.window_bytes = self._window_bytes
         self.send(transfer_pb2.TransferFrame(hello=answer))
         log(logger, logging.INFO, "sender connected", worker_id=hello.worker_id, transport=self._door.name)
 
@@ -237,7 +252,11 @@ class InboundPeer:
             require_equal(self._receiver.layout, BlockLayout.from_pb(hello.layout))
             if not 0 < hello.num_blocks <= NUM_BLOCKS_MAX or len(hello.worker_id) > 256:
                 raise FrameError("a Hello out of range")
-            return self._door.greet(hello, self._connection.take_fd(), self)
+            greeting = self._door.greet(hello, self._connection.take_fd(), self)
+            if greeting.link.byte_receiver is not None:
+                self._link = greeting.link  # to be closed if no window is left
+                self._window_bytes = self._receiver.windows.grant()
+            return greeting
         except BatonError as error:
             self.send(transfer_pb2.TransferFrame(hello=self._receiver.hello))
             self.send(abort_frame(b"", error))
@@ -255,7 +274,12 @@ class InboundPeer:
             return
         self._is_trusted = True
         self._landings[frame.transfer_id] = landing
-        landing.open(self)
+        try:
+            landing.open(self, frame.codec or RAW)
+        except TransferError as error:
+            self.count_refusal()
+            landing.fail(error)
+            return
         self.send(transfer_pb2.TransferFrame(open=transfer_pb2.Open(transfer_id=frame.transfer_id)))
 
     def _checked(self, transfer_id: bytes, act: Callable[[BlockLanding], None]) -> None:
@@ -294,6 +318,7 @@ class InboundPeer:
             log(logger, logging.WARNING, f"closed a connection: {error}", worker_id=self.worker_id)
         if self._link is not None:
             self._link.close()
+        self._receiver.windows.give_back(self._window_bytes)
         self._receiver.forget(self)
         landings, self._landings = self._landings, {}
         for landing in landings.values():

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from baton_pb.v1 import transfer_pb2
 from common.errors import MismatchError, TransferError
+from kvtransfer.codecs.registry import AUTO, CODECS, RAW
 from kvtransfer.layout import BlockLayout, require_equal
 
 ID_BYTES = 16
 SECRET_BYTES = 32
-CODEC_RAW = "raw"
 BLOCKS_MAX = 1 << 20
 
 
@@ -24,6 +24,8 @@ class TicketTerms(NamedTuple):
     layers: range
     checksum: bool
     sender_lease_s: float
+    codec: str
+    sealed: bool
 
 
 def make_ticket(
@@ -33,6 +35,8 @@ def make_ticket(
     layout: BlockLayout,
     lease_s: float,
     checksum: bool,
+    codec: str = RAW,
+    sealed: bool = False,
 ) -> transfer_pb2.Ticket:
     """Return a ticket with a fresh random id and secret for all layers of `block_ids`.
 
@@ -46,7 +50,8 @@ def make_ticket(
         layer_begin=0,
         layer_end=layout.num_layers,
         layout=layout.to_pb(),
-        codec=CODEC_RAW,
+        codec=codec,
+        sealed=sealed,
         lease_s=lease_s,
         sender_lease_s=lease_s / 2,
         secret=secrets.token_bytes(SECRET_BYTES),
@@ -62,8 +67,8 @@ def read_ticket(ticket: transfer_pb2.Ticket, layout: BlockLayout) -> TicketTerms
         TransferError: malformed.
     """
     require_equal(layout, BlockLayout.from_pb(ticket.layout))
-    if ticket.codec != CODEC_RAW:
-        raise MismatchError(f"codec is {ticket.codec!r} there and {CODEC_RAW!r} here")
+    if ticket.codec not in (AUTO, *CODECS):
+        raise MismatchError(f"the receiver asks for codec {ticket.codec!r}; here are {', '.join(CODECS)}")
     if len(ticket.transfer_id) != ID_BYTES or len(ticket.secret) != SECRET_BYTES:
         raise TransferError("malformed ticket: transfer id or secret has the wrong length")
     if not 0 <= ticket.layer_begin < ticket.layer_end <= layout.num_layers:
@@ -79,6 +84,8 @@ def read_ticket(ticket: transfer_pb2.Ticket, layout: BlockLayout) -> TicketTerms
         layers=range(ticket.layer_begin, ticket.layer_end),
         checksum=ticket.checksum,
         sender_lease_s=ticket.sender_lease_s,
+        codec=ticket.codec,
+        sealed=ticket.sealed,
     )
 
 

@@ -122,17 +122,21 @@ class Ticket(_message.Message):
     SENDER_LEASE_S_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     first_block: _builtins.int
     layer_begin: _builtins.int
     """Layers [layer_begin, layer_end)."""
     layer_end: _builtins.int
     codec: _builtins.str
+    """Name of a codec; "auto": the sender chooses among those that lose nothing."""
     lease_s: _builtins.float
     """How long the receiver keeps the landing without progress. The sender gives up earlier: after sender_lease_s."""
     sender_lease_s: _builtins.float
     secret: _builtins.bytes
     checksum: _builtins.bool
+    sealed: _builtins.bool
+    """Bytes that leave the sender's memory for a wire are encrypted with a key that follows from the secret."""
     @_builtins.property
     def receiver(self) -> Global___TransferAddress: ...
     @_builtins.property
@@ -156,10 +160,11 @@ class Ticket(_message.Message):
         sender_lease_s: _builtins.float = ...,
         secret: _builtins.bytes = ...,
         checksum: _builtins.bool = ...,
+        sealed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksum", b"checksum", "codec", b"codec", "first_block", b"first_block", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "layout", b"layout", "lease_s", b"lease_s", "receiver", b"receiver", "secret", b"secret", "sender_lease_s", b"sender_lease_s", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksum", b"checksum", "codec", b"codec", "first_block", b"first_block", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "layout", b"layout", "lease_s", b"lease_s", "receiver", b"receiver", "sealed", b"sealed", "secret", b"secret", "sender_lease_s", b"sender_lease_s", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,6 +231,7 @@ class Hello(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     EXTRA_FIELD_NUMBER: _builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     generation: _builtins.int
@@ -234,6 +240,10 @@ class Hello(_message.Message):
     """Blocks in the sender's pool; with the layout it gives the length of the mapping."""
     extra: _builtins.bytes
     """Transport-specific (e.g. the port of the ucx listener)."""
+    window_bytes: _builtins.int
+    """Receiver -> sender: bytes of pieces that may be under way on this connection at once (one piece always may);
+    0: any number.
+    """
     @_builtins.property
     def layout(self) -> Global___BlockLayout: ...
     def __init__(
@@ -246,10 +256,11 @@ class Hello(_message.Message):
         host_id: _builtins.str = ...,
         num_blocks: _builtins.int = ...,
         extra: _builtins.bytes = ...,
+        window_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra", b"extra", "generation", b"generation", "host_id", b"host_id", "layout", b"layout", "num_blocks", b"num_blocks", "protocol", b"protocol", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra", b"extra", "generation", b"generation", "host_id", b"host_id", "layout", b"layout", "num_blocks", b"num_blocks", "protocol", b"protocol", "window_bytes", b"window_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,17 +274,21 @@ class Open(_message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     secret: _builtins.bytes
+    codec: _builtins.str
+    """Sender -> receiver: what this transfer's pieces are coded in; empty: raw."""
     def __init__(
         self,
         *,
         transfer_id: _builtins.bytes = ...,
         secret: _builtins.bytes = ...,
+        codec: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["secret", b"secret", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "secret", b"secret", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,6 +309,8 @@ class Ready(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
+    ENCODED_BYTES_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     seq: _builtins.int
     """Numbers the pieces of one transfer from 0."""
@@ -303,9 +320,13 @@ class Ready(_message.Message):
     layer_end: _builtins.int
     num_bytes: _builtins.int
     checksum: _builtins.int
-    """xxh3_64 over the bytes in order; meaningful when the ticket asks for a checksum."""
+    """xxh3_64 over the bytes in order, of what travels if that is coded; meaningful when the ticket asks for a checksum."""
     tag: _builtins.int
     """Data channel tag (ucx)."""
+    encoded_bytes: _builtins.int
+    """Length of the one message in which a coded or sealed piece travels; 0: it travels as it is."""
+    nonce: _builtins.int
+    """Of a sealed piece; never used twice under one ticket."""
     @_builtins.property
     def source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sender's own block ids, one for each landing block from `first`."""
@@ -322,10 +343,12 @@ class Ready(_message.Message):
         num_bytes: _builtins.int = ...,
         checksum: _builtins.int = ...,
         tag: _builtins.int = ...,
+        encoded_bytes: _builtins.int = ...,
+        nonce: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first", b"first", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "num_bytes", b"num_bytes", "seq", b"seq", "source_block_ids", b"source_block_ids", "tag", b"tag", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "encoded_bytes", b"encoded_bytes", "first", b"first", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "nonce", b"nonce", "num_bytes", b"num_bytes", "seq", b"seq", "source_block_ids", b"source_block_ids", "tag", b"tag", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,309 @@
+"""Coded and sealed pieces land as they were, or as near as the codec says; damaged ones are refused and counted."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import BatonError, MismatchError, OverloadedError, TransferError
+from kvtransfer.activity import Stop
+from kvtransfer.codecs.registry import CODECS
+from kvtransfer.coding import BadMessageError, Coding, Parcel, code, place
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+from kvtransfer.memory import Memory
+from kvtransfer.pieces import Piece, runs_of
+from kvtransfer.seal import Seal
+from kvtransfer.windows import Windows
+from tests.kvtransfer.faulty import faulty_pair
+
+LIMIT_S = 20
+MODES = [
+    *(pytest.param({"codec": name}, id=name) for name in CODECS),
+    *(pytest.param({"codec": name, "sealed": True}, id=f"{name}, sealed") for name in CODECS),
+]
+SOURCES, TARGETS = [8, 9, 2, 15], [3, 4, 11, 0]
+GROUPS = (range(2), range(2, 3))
+
+
+def run(test: Callable[[], Any]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await test()
+
+    asyncio.run(main())
+
+
+def floats(store: FakeBlockStore, block: int) -> np.ndarray:
+    return np.frombuffer(store.block(block), dtype=np.float32)
+
+
+async def push_all(pair: Any, endpoint: bool = False) -> None:
+    """Send four blocks in two groups of layers."""
+    landing = pair.receiver.grant(TARGETS, 0) if endpoint else pair.receiver.grant(pair.address, TARGETS, 0)
+    push = await pair.sender.open_push(landing.ticket)
+    try:
+        for layers in GROUPS:
+            push.announce(0, SOURCES, layers)
+        await asyncio.gather(push.finish(), landing.landed())
+    finally:
+        await push.abort("over")
+        await landing.abort("over")
+
+
+def has_landed(pair: Any, codec: str) -> bool:
+    bound = {"int8": 0.02, "fp8": 0.2}.get(codec, 0.0)
+    return all(
+        np.abs(floats(pair.target, target) - floats(pair.source, source)).max() <= bound
+        for source, target in zip(SOURCES, TARGETS, strict=True)
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_codec_carries_blocks_by_layers(mode: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with faulty_pair(**mode) as pair:
+            untouched = pair.target.block(7)
+            await push_all(pair)
+            assert has_landed(pair, mode["codec"])
+            assert pair.target.block(7) == untouched
+            assert pair.num_refusals == 0
+            raw_bytes = 4 * SMALL_LAYOUT.block_bytes
+            assert (pair.wire.num_bytes < 0.5 * raw_bytes) == (mode["codec"] in ("int8", "fp8"))
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_codecs_and_seals_work_over_every_transport(make_real_pair: Any, mode: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with make_real_pair(**mode) as pair:
+            rng = np.random.default_rng(1)
+            for block in range(16):
+                pair.source.write(block, rng.normal(size=SMALL_LAYOUT.block_bytes // 4).astype(np.float32).tobytes())
+            await push_all(pair, endpoint=True)
+            assert has_landed(pair, mode["codec"])
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", [*MODES, pytest.param({"codec": "int8", "sealed": True, "checksum": False}, id="tag")])
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(hit=st.integers(0, 1), at=st.integers(0, 1 << 20), flip=st.integers(1, 255))
+def test_damage_anywhere_is_refused_and_counted(mode: dict[str, Any], hit: int, at: int, flip: int) -> None:
+    async def test() -> None:
+        async with faulty_pair(**mode) as pair:
+            seen: list[int] = []
+
+            def damage(message: bytes) -> bytes | None:
+                seen.append(len(message))
+                if len(seen) - 1 != hit:
+                    return message
+                damaged = bytearray(message)
+                damaged[at % len(message)] ^= flip
+                return bytes(damaged)
+
+            pair.wire.damage = damage
+            with pytest.raises(TransferError):
+                await push_all(pair)
+            assert pair.num_refusals == 1
+
+            pair.wire.damage = lambda message: message
+            await push_all(pair)  # the connection is as good as before
+            assert has_landed(pair, mode["codec"])
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lost_message_ends_by_the_lease_and_a_cut_one_at_once(mode: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with faulty_pair(**mode, lease_s=0.5) as pair:
+            pair.wire.damage = lambda message: message[:-1]
+            with pytest.raises(TransferError):
+                await push_all(pair)
+            pair.wire.damage = lambda message: None
+            with pytest.raises(BatonError):
+                await push_all(pair)
+
+    run(test)
+
+
+def test_a_message_under_another_number_place_or_ticket_does_not_open() -> None:
+    store, target = FakeBlockStore(8), FakeBlockStore(8)
+    for block in range(8):
+        store.write(block, np.full(SMALL_LAYOUT.block_bytes // 4, block, dtype=np.float32).tobytes())
+    ids, secrets = (b"i" * 16, b"j" * 16), (b"s" * 32, b"t" * 32)
+    piece, layout = Piece(1, (4, 5), range(1, 3)), SMALL_LAYOUT
+    landing_ids = [0, 1, 2, 3]
+    parcel = Parcel(piece, runs_of(piece, landing_ids, layout), 7)
+
+    def coding(id_: bytes = ids[0], secret: bytes = secrets[0]) -> Coding:
+        return Coding(CODECS["raw"], Seal(id_, secret), checksum=False)
+
+    coded = code(coding(), Memory(store.buffer), layout, parcel, Stop())
+    elsewhere = piece._replace(first=0)
+    earlier = piece._replace(layers=range(2))
+    wrong = [
+        (coding(), parcel._replace(nonce=8)),
+        (coding(), Parcel(elsewhere, runs_of(elsewhere, landing_ids, layout), 7)),
+        (coding(), Parcel(earlier, runs_of(earlier, landing_ids, layout), 7)),
+        (coding(id_=ids[1]), parcel),
+        (coding(secret=secrets[1]), parcel),
+    ]
+    before = bytes(target.buffer)
+    for how, where in wrong:
+        with pytest.raises(BadMessageError, match="seal"):
+            place(how, coded, Memory(target.buffer), layout, where, Stop())
+    assert bytes(target.buffer) == before
+
+    place(coding(), coded, Memory(target.buffer), layout, parcel, Stop())
+    assert target.block(1)[layout.layer_bytes :] == store.block(4)[layout.layer_bytes :]
+    assert target.block(2)[layout.layer_bytes :] == store.block(5)[layout.layer_bytes :]
+
+
+def test_sealed_messages_show_nothing_and_never_repeat() -> None:
+    async def test() -> None:
+        async with faulty_pair(sealed=True) as pair:
+            messages: list[bytes] = []
+
+            def listen(message: bytes) -> bytes:
+                messages.append(message)
+                return message
+
+            pair.wire.damage = listen
+            for block in range(16):
+                pair.source.write(block, bytes(SMALL_LAYOUT.block_bytes))
+            await push_all(pair)
+            await push_all(pair)
+
+            assert len(set(messages)) == len(messages) == 4
+            starts = {message[:64] for message in messages}
+            assert len(starts) == 4  # equal blocks, equal places, other tickets and numbers
+            assert all(len(set(message)) > 100 for message in messages)
+
+    run(test)
+
+
+def test_values_that_a_codec_cannot_carry_fail_their_transfer_only() -> None:
+    async def test() -> None:
+        async with faulty_pair(codec="int8") as pair:
+            good = pair.source.block(SOURCES[0])
+            pair.source.write(SOURCES[0], np.full(SMALL_LAYOUT.block_bytes // 4, np.nan, dtype=np.float32).tobytes())
+            with pytest.raises(TransferError, match="not finite"):
+                await push_all(pair)
+            pair.source.write(SOURCES[0], good)
+            await push_all(pair)
+            assert has_landed(pair, "int8")
+
+    run(test)
+
+
+def test_a_codec_that_a_ticket_does_not_allow_is_refused() -> None:
+    async def test() -> None:
+        async with faulty_pair(codec="lossless") as pair:
+            for claimed in ("int8", "fp8"):
+                landing = pair.receiver.grant(pair.address, TARGETS, 0)
+                forged = type(landing.ticket)()
+                forged.CopyFrom(landing.ticket)
+                forged.codec = claimed
+                with pytest.raises(TransferError, match="asks for 'lossless'"):
+                    await pair.sender.open_push(forged)
+                await landing.abort("refused")
+            forged.codec = "morse"
+            with pytest.raises(MismatchError, match="morse"):
+                await pair.sender.open_push(forged)
+            assert pair.num_refusals == 2
+
+    run(test)
+
+
+def test_a_sender_that_forgets_the_seal_is_refused() -> None:
+    async def test() -> None:
+        async with faulty_pair(sealed=True) as pair:
+            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            forged = type(landing.ticket)()
+            forged.CopyFrom(landing.ticket)
+            forged.sealed = False
+            push = await pair.sender.open_push(forged)
+            push.announce(0, SOURCES)
+            with pytest.raises(TransferError):
+                await push.finish()
+            with pytest.raises(TransferError):
+                await landing.landed()
+            await push.abort("over")
+            await landing.abort("over")
+            assert pair.num_refusals == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("by_sender", [True, False])
+@pytest.mark.parametrize("yields", [0, 1, 3, 8])
+def test_coded_transfers_may_be_aborted_at_any_moment(by_sender: bool, yields: int) -> None:
+    async def test() -> None:
+        async with faulty_pair(codec="int8") as pair:
+            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            push = await pair.sender.open_push(landing.ticket)
+            for layers in GROUPS:
+                push.announce(0, SOURCES, layers)
+            for _ in range(yields):
+                await asyncio.sleep(0)
+            first, second = (push, landing) if by_sender else (landing, push)
+            await first.abort("enough")
+            if not by_sender:
+                for block in TARGETS:
+                    pair.target.write(block, b"\xee" * SMALL_LAYOUT.block_bytes)
+            await second.abort("enough")
+            landing = pair.receiver.grant(pair.address, [7], 0)
+            push = await pair.sender.open_push(landing.ticket)
+            push.announce(0, [7])
+            await asyncio.gather(push.finish(), landing.landed())
+            if not by_sender:
+                assert all(set(pair.target.block(block)) == {0xEE} for block in TARGETS)
+
+    run(test)
+
+
+def test_windows_bound_what_senders_have_under_way() -> None:
+    async def test() -> None:
+        async with faulty_pair(codec="int8", inflight_bytes_max=2 * SMALL_LAYOUT.block_bytes, lease_s=0.5) as pair:
+            held: list[bytes] = []
+            two = asyncio.Event()
+
+            def hold(message: bytes) -> None:
+                held.append(message)
+                if len(held) == 2:
+                    two.set()
+
+            pair.wire.damage = hold
+            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            push = await pair.sender.open_push(landing.ticket)
+            for index, block in enumerate(SOURCES):
+                push.announce(index, [block])
+            await two.wait()
+            other = pair.receiver.grant(pair.address, [7], 0)
+            other_push = await pair.sender.open_push(other.ticket)  # a round trip later
+            other_push.announce(0, [7])
+            assert len(held) == 2
+            for transfer in (push, landing, other_push, other):
+                await transfer.abort("over")
+            assert pair.num_refusals == 0
+
+    run(test)
+
+
+def test_senders_beyond_the_staging_memory_are_refused_and_windows_come_back() -> None:
+    windows = Windows(256 << 20, 64 << 20, 1 << 20)
+    granted: list[int] = []
+    with pytest.raises(OverloadedError, match="staging_bytes_max"):
+        granted.extend(iter(windows.grant, None))
+    assert sum(granted) <= 256 << 20
+    assert min(granted) == 8 << 20
+    assert len(granted) > 20
+    for window in granted:
+        windows.give_back(window)
+    assert windows.grant() == granted[0]
