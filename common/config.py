@@ -149,7 +149,7 @@ class TransferConfig(Node):
 class RouterConfig(Node):
     """Placement."""
 
-    policy: Literal["round_robin", "least_loaded", "prefix"] = "prefix"
+    policy: Literal["round_robin", "least_loaded", "prefix", "cost"] = "cost"
     """How a worker is chosen."""
 
 

@@ -21,6 +21,8 @@ class Hits(NamedTuple):
 
     bits: Mapping[str, int]
     """Each worker's bit."""
+    names: Sequence[str]
+    """The worker of each bit, by the bit's number."""
     levels: Levels
     """Of all tiers together."""
     in_pool: Levels
@@ -40,8 +42,34 @@ class Hits(NamedTuple):
         """Return how many of them are in its pool or its host's memory."""
         return _blocks(self.in_memory, self.bits.get(worker_id, 0))
 
+    def names_of(self, holders: int) -> list[str]:
+        """Return the workers in a bit set."""
+        names = []
+        while holders:
+            lowest = holders & -holders
+            names.append(self.names[lowest.bit_length() - 1])
+            holders ^= lowest
+        return names
 
-NO_HITS = Hits({}, (), (), ())
+    def raised(self, expected: Mapping[str, int]) -> "Hits":
+        """Return the hits with these workers' at least so high, in the pool."""
+        in_pool = self._raised(self.in_pool, expected)
+        in_memory = in_pool if self.in_memory is self.in_pool else self._raised(self.in_memory, expected)
+        levels = in_memory if self.levels is self.in_memory else self._raised(self.levels, expected)
+        return Hits(self.bits, self.names, levels, in_pool, in_memory)
+
+    def _raised(self, levels: Levels, expected: Mapping[str, int]) -> Levels:
+        by_blocks = {level.num_blocks: level.holders for level in levels}
+        for worker_id, num_blocks in expected.items():
+            bit = self.bits.get(worker_id, 0)
+            known = _blocks(levels, bit)
+            if bit and num_blocks > known:
+                by_blocks[known] = by_blocks.get(known, 0) & ~bit
+                by_blocks[num_blocks] = by_blocks.get(num_blocks, 0) | bit
+        return [Level(num_blocks, holders) for num_blocks, holders in sorted(by_blocks.items()) if holders]
+
+
+NO_HITS = Hits({}, (), (), (), ())
 """Of a prompt that nobody holds."""
 
 

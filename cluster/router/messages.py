@@ -2,8 +2,9 @@
 
 from baton_pb.v1 import router_pb2, transfer_pb2, worker_pb2
 from cluster.router.holder_table import Tier
+from cluster.router.placement import Placement, PlacementRequest
 from cluster.router.prefix_index import Snapshot
-from cluster.router.router import Placement, PlacementRequest, Router
+from cluster.router.router import Router
 from cluster.router.worker_table import Role, Worker, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES
 from common.errors import InvalidRequestError

@@ -44,6 +44,7 @@ class PrefixIndex:
         self._tables = {tier: HolderTable() for tier in Tier}
         self._workers: dict[str, _Held] = {}
         self._bits: dict[str, int] = {}
+        self._names: list[str] = []
         self._free_bits: list[int] = []
 
     def replace(self, worker_id: str, hashes: Iterable[bytes] | Snapshot) -> None:
@@ -89,7 +90,7 @@ class PrefixIndex:
             in_memory = levels = _levels(chain, [self._tables[Tier.POOL], self._tables[Tier.HOST]])
         if self._tables[Tier.DISK].num_keys:
             levels = _levels(chain, list(self._tables.values()))
-        return Hits(self._bits, levels, in_pool, in_memory)
+        return Hits(self._bits, self._names, levels, in_pool, in_memory)
 
     def match(self, worker_id: str, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks of the chain `hashes` a worker holds, in whichever tier."""
@@ -113,7 +114,12 @@ class PrefixIndex:
     def _held(self, worker_id: str) -> _Held:
         held = self._workers.get(worker_id)
         if held is None:
-            bit = self._free_bits.pop() if self._free_bits else 1 << len(self._bits)
+            if self._free_bits:
+                bit = self._free_bits.pop()
+                self._names[bit.bit_length() - 1] = worker_id
+            else:
+                bit = 1 << len(self._names)
+                self._names.append(worker_id)
             self._bits[worker_id] = bit
             held = self._workers[worker_id] = _Held({tier: Entry(bit) for tier in Tier})
         return held

@@ -1,17 +1,24 @@
-"""The router's core: place a request, remember it until it ends. Pure: no clock, no I/O, no Ray.
+"""The router's core: place a request, remember it until it ends. Pure: no I/O, no Ray, time from a clock.
 
 The service, the tests and the simulator run the same object.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from random import Random
 
-from cluster.router.policies.policy import Candidate, Policy, Question
+from cluster.router.backlog import Prompt
+from cluster.router.estimate import PairEstimate, estimate_pair
+from cluster.router.expected_blocks import ExpectedBlocks
+from cluster.router.explanations import Explanation, Explanations
+from cluster.router.placement import Placement, PlacementRequest, Reservation, Size
+from cluster.router.policies.policy import Choice, Policy
 from cluster.router.prefix_index import PrefixIndex
+from cluster.router.question import Candidate, Group, Question
+from cluster.router.traffic import Traffic
 from cluster.router.worker_table import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad, WorkerTable
+from common.clock import Clock, MonotonicClock
 from common.errors import InvalidRequestError, MismatchError, WorkerLostError
 from common.logs import log
 
@@ -23,90 +30,28 @@ _SILENT_ENDS = 16
 """Ended requests with at least one full block after which a worker that still has announced none is suspicious."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """What the router must know of a request."""
-
-    request_id: str
-    num_tokens: int
-    """Of the prompt, and of output that exists already."""
-    max_output_tokens: int
-    hashes: Sequence[bytes] = ()
-    """Chain hashes of the full blocks, in order."""
-    excluded: frozenset[str] = frozenset()
-    """Workers that failed this request already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request goes."""
-
-    decode: WorkerInfo
-    prefill: WorkerInfo | None
-    """None: the decode worker prefills."""
-    decode_hit_blocks: int
-    prefill_hit_blocks: int
-    reason: str
-
-
-class Reservation:
-    """What one request occupies, on one decode and perhaps one prefill worker. `release` gives it back, once."""
-
-    def __init__(
-        self, router: "Router", placement: Placement | None, decode: Worker, prefill: Worker | None, tokens: "_Tokens"
-    ) -> None:
-        self.placement = placement
-        """None for a reservation that `Router.hold` counted again."""
-        self._router = router
-        self._decode = decode
-        self._prefill = prefill
-        self._tokens = tokens
-        self._is_prefilled = False
-        self._is_released = False
-        decode.book(reservations=1, num_tokens=tokens.held)
-        self._prefiller.book(reservations=prefill is not None, queued_tokens=tokens.queued)
-
-    @property
-    def _prefiller(self) -> Worker:
-        return self._decode if self._prefill is None else self._prefill
-
-    def first_token(self) -> None:
-        """The prefill part is over. Further calls do nothing."""
-        if self._is_prefilled:
-            return
-        self._is_prefilled = True
-        self._prefiller.book(reservations=-(self._prefill is not None), queued_tokens=-self._tokens.queued)
-
-    def release(self) -> None:
-        """The request is over, whatever its outcome. Further calls do nothing."""
-        if self._is_released:
-            return
-        self._is_released = True
-        was_prefilled = self._is_prefilled
-        self.first_token()
-        self._decode.book(reservations=-1, num_tokens=-self._tokens.held)
-        self._router.released(self, self._tokens.blocks if was_prefilled else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    queued: int
-    held: int
-    blocks: int = 0
-    """Full blocks of the prompt, which somebody must have cached at the end."""
-
-
 class Router:
     """Workers, prefixes and placements of one cluster. Owned by one loop; plain functions."""
 
-    def __init__(self, policy: Policy, rng: Random) -> None:
+    def __init__(self, policy: Policy, rng: Random, clock: Clock | None = None) -> None:
+        """Begin without workers.
+
+        Args:
+            policy: chooses.
+            rng: all chance.
+            clock: for predictions of the time to wait; None: the machine's.
+        """
         self.policy = policy
         self.workers = WorkerTable()
         self.index = PrefixIndex()
+        self.expected = ExpectedBlocks()
+        self.explanations = Explanations()
         self.counters: Counter[str] = Counter()
         self.placements_total = 0
         self._rng = rng
-        self._reservations: set[Reservation] = set()
+        self._clock = clock or MonotonicClock()
+        self._traffic = Traffic()
+        self._reservations: dict[Reservation, Explanation | None] = {}
         self._agreed: WorkerFacts | None = None
         self._silent: Counter[str] = Counter()
         self._has_fallen_back = False
@@ -120,29 +65,25 @@ class Router:
             WorkerLostError: nobody can decode now; nothing was reserved.
             InvalidRequestError: no worker's pool could ever hold the prompt.
         """
-        question = Question(
-            num_tokens=request.num_tokens,
-            num_blocks=len(request.hashes),
-            decode=self._decoders(request),
-            prefill=self._prefillers(request),
-            hits=self.index.find(request.hashes),
-        )
+        question = self._question(request)
         choice = self.policy.choose(question, self._rng)
+        estimate = _chosen(question, choice)
         if choice.prefill is not None:
             self._has_fallen_back = False
         elif not choice.decode.prefills_itself:
-            self._count_fallback(request)
-        decode = self._row(choice.decode)
-        prefill = None if choice.prefill is None else self._row(choice.prefill)
-        placement = Placement(
-            decode.info,
-            None if prefill is None else prefill.info,
-            question.hits.of(choice.decode.worker_id),
-            0 if choice.prefill is None else question.hits.of(choice.prefill.worker_id),
-            choice.reason,
-        )
+            self._count_local_prefill(request, was_forced=not len(question.prefill))
         self.placements_total += 1
-        return self._reserve(placement, decode, prefill, request)
+        return self._reserve(request, question, choice, estimate)
+
+    def predict(self, request: PlacementRequest) -> PairEstimate:
+        """Return what a request would meet if it were placed now; nothing is reserved.
+
+        Raises:
+            WorkerLostError: as `place`.
+            InvalidRequestError: as `place`.
+        """
+        question = self._question(request)
+        return _chosen(question, self.policy.choose(question, self._rng))
 
     def hold(
         self,
@@ -155,19 +96,41 @@ class Router:
         """Count a running request again that was placed before this router started. Unknown workers are all right."""
         decode = self._row_or_stranger(decode_worker_id)
         prefill = None if prefill_worker_id is None else self._row_or_stranger(prefill_worker_id)
-        reservation = Reservation(self, None, decode, prefill, _Tokens(num_tokens, num_tokens + max_output_tokens))
+        prefill_s = (prefill or decode).candidate.model.prefill_s(num_tokens, 0)
+        size = Size(Prompt(num_tokens, num_tokens, prefill_s), max_output_tokens)
+        reservation = Reservation(self, None, decode, prefill, size)
+        self._traffic.prompts_waiting += 1
+        self._reservations[reservation] = None
         if is_prefilled:
             reservation.first_token()
-        self._reservations.add(reservation)
         self.counters["holds_total"] += 1
         return reservation
 
+    def finished(self, output_tokens: int) -> None:
+        """Learn how long an answer was."""
+        self._traffic.finished(output_tokens)
+
+    def prefilled(self, reservation: Reservation, is_success: bool) -> None:
+        """Take note that a reservation's prefill is over; it calls this itself."""
+        self._traffic.prompts_waiting -= 1
+        if not is_success:
+            self.expected.drop(reservation)
+            return
+        now = self.now()
+        self.expected.settle(reservation, now)
+        if (explanation := self._reservations.get(reservation)) is not None:
+            explanation.observed_ttft_s = now - reservation.placed_at
+
     def released(self, reservation: Reservation, num_blocks: int) -> None:
         """Forget a reservation, whose end left `num_blocks` cached; it calls this itself."""
-        self._reservations.discard(reservation)
+        self._reservations.pop(reservation, None)
         placement = reservation.placement
         if placement is not None and num_blocks:
             self._watch_silence((placement.prefill or placement.decode).worker_id)
+
+    def now(self) -> float:
+        """Return the time, seconds."""
+        return self._clock.now()
 
     @property
     def num_reservations(self) -> int:
@@ -194,7 +157,7 @@ class Router:
         worker = self.workers.get(worker_id)
         if worker is None:
             return
-        worker.facts = facts
+        worker.greet(facts)
         self.workers.move(worker, State.STARTING)
         self._forget_agreement_if_alone()
         difference = None if self._agreed is None else _difference(self._agreed, facts)
@@ -207,7 +170,7 @@ class Router:
         worker = self.workers.get(worker_id)
         if worker is None or worker.facts is None or worker.state is State.REFUSED:
             return
-        worker.take_report(load)
+        worker.take_report(load, self.now())
         state = State.DRAINING if load.is_draining else State.READY
         if worker.state is not state:
             self.workers.move(worker, state, "asked to drain" if load.is_draining else "")
@@ -242,10 +205,32 @@ class Router:
             assert account.num_tokens >= 0
             if not self._reservations:
                 assert account == Account(), f"{worker.info.worker_id} keeps {account} without a reservation"
+                assert len(worker.candidate.backlog) == 0
+                assert worker.candidate.backlog.total_s == 0
+        assert self._reservations or not self._traffic.prompts_waiting
 
     # Inside.
 
-    def _decoders(self, request: PlacementRequest) -> Sequence[Candidate]:
+    def _question(self, request: PlacementRequest) -> Question:
+        decode, prefill = self._decoders(request), self._prefillers(request)
+        now = self.now()
+        hits = self.index.find(request.hashes)
+        if expected := self.expected.find(request.hashes, now):
+            hits = hits.raised(expected)
+        return Question(
+            num_tokens=request.num_tokens,
+            num_blocks=len(request.hashes),
+            decode=decode,
+            prefill=prefill,
+            hits=hits,
+            block_tokens=self._agreed.block_tokens if self._agreed is not None else 1,
+            max_output_tokens=request.max_output_tokens,
+            ttft_target_s=request.ttft_target_s,
+            tpot_target_s=request.tpot_target_s,
+            outlook=self._traffic.outlook(now, len(prefill) or len(decode)),
+        )
+
+    def _decoders(self, request: PlacementRequest) -> Group:
         ready = self.workers.ready(*_DECODERS)
         if ready.workers and not request.excluded and ready.all_finish(request.num_tokens, request.max_output_tokens):
             return ready.candidates
@@ -261,17 +246,20 @@ class Router:
                 f"prompt has {request.num_tokens} tokens, the largest pool of a worker holds {largest}, output included"
             )
         ample = [worker for worker in roomy if worker.can_finish(request.num_tokens, request.max_output_tokens)]
-        return [worker.candidate for worker in ample or roomy]  # who cannot finish it will say so, with need and limit
+        # Who cannot finish it will say so, with need and limit.
+        return Group([worker.candidate for worker in ample or roomy])
 
-    def _prefillers(self, request: PlacementRequest) -> Sequence[Candidate]:
+    def _prefillers(self, request: PlacementRequest) -> Group:
         ready = self.workers.ready(Role.PREFILL)
         if not request.excluded and request.num_tokens < ready.pool_tokens:
             return ready.candidates
-        return [
-            worker.candidate
-            for worker in ready.workers
-            if worker.info.worker_id not in request.excluded and worker.holds(request.num_tokens)
-        ]
+        return Group(
+            [
+                worker.candidate
+                for worker in ready.workers
+                if worker.info.worker_id not in request.excluded and worker.holds(request.num_tokens)
+            ]
+        )
 
     def _row(self, candidate: Candidate) -> Worker:
         worker = self.workers.get(candidate.worker_id)
@@ -283,18 +271,50 @@ class Router:
         return self.workers.get(worker_id) or Worker(WorkerInfo(worker_id, "", Role.DECODE))
 
     def _reserve(
-        self, placement: Placement, decode: Worker, prefill: Worker | None, request: PlacementRequest
+        self, request: PlacementRequest, question: Question, choice: Choice, estimate: PairEstimate
     ) -> Reservation:
-        assert decode.facts is not None
-        hits = placement.decode_hit_blocks if prefill is None else placement.prefill_hit_blocks
-        queued = max(0, request.num_tokens - hits * decode.facts.block_tokens)
-        tokens = _Tokens(queued, request.num_tokens + request.max_output_tokens, len(request.hashes))
-        reservation = Reservation(self, placement, decode, prefill, tokens)
-        self._reservations.add(reservation)
+        decode = self._row(choice.decode)
+        prefill = None if choice.prefill is None else self._row(choice.prefill)
+        decode_hit = question.hits.of(decode.info.worker_id)
+        prefill_hit = 0 if prefill is None else question.hits.of(prefill.info.worker_id)
+        first = estimate.first
+        placement = Placement(
+            decode.info,
+            None if prefill is None else prefill.info,
+            decode_hit,
+            prefill_hit,
+            choice.reason,
+            first.ttft_s,
+        )
+        size = Size(
+            Prompt(request.num_tokens, request.num_tokens - first.num_cached, first.restore_s + first.compute_s),
+            output_tokens=request.max_output_tokens,
+            sent_tokens=0 if prefill is None else max(0, request.num_tokens - decode_hit * question.block_tokens),
+            blocks=len(request.hashes),
+        )
+        reservation = Reservation(self, placement, decode, prefill, size)
+        prefiller = prefill or decode
+        self.expected.add(reservation, prefiller.info.worker_id, request.hashes, reservation.placed_at)
+        self._traffic.placed(question.num_blocks, prefill_hit if prefill is not None else decode_hit)
+        self._traffic.prompts_waiting += 1
+        explanation = Explanation(
+            request.request_id,
+            choice.reason,
+            decode.info.worker_id,
+            None if prefill is None else prefill.info.worker_id,
+            choice.considered or (estimate,),
+            first.ttft_s,
+        )
+        self.explanations.add(explanation)
+        self._reservations[reservation] = explanation
         return reservation
 
-    def _count_fallback(self, request: PlacementRequest) -> None:
+    def _count_local_prefill(self, request: PlacementRequest, was_forced: bool) -> None:
+        """Count that a decode worker prefills although there should be others for that: chosen, or for want of them."""
         if self.workers.num_configured(Role.PREFILL) == 0:
+            return
+        if not was_forced:
+            self.counters["local_prefills_chosen"] += 1
             return
         self.counters["local_prefill_fallback"] += 1
         if not self._has_fallen_back:
@@ -332,6 +352,13 @@ class Router:
         """When no worker is left that it could contradict, the next one decides what is true."""
         if not any(worker.state in (State.READY, State.DRAINING) for worker in self.workers):
             self._agreed = None
+
+
+def _chosen(question: Question, choice: Choice) -> PairEstimate:
+    for estimate in choice.considered:
+        if estimate.decode is choice.decode and estimate.prefill is choice.prefill:
+            return estimate
+    return estimate_pair(question, choice.decode, choice.prefill)
 
 
 def _difference(agreed: WorkerFacts, facts: WorkerFacts) -> str | None:

@@ -4,7 +4,8 @@ import asyncio
 
 from baton_pb.v1 import router_pb2
 from cluster.router.messages import placement_to_pb, request_from_pb
-from cluster.router.router import Reservation, Router
+from cluster.router.placement import Reservation
+from cluster.router.router import Router
 from common.errors import BatonError, InvalidRequestError, OverloadedError
 from common.status import error_to_pb
 

@@ -4,7 +4,12 @@ import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.router.policies.policy import Candidate
+from cluster.router.backlog import Prompt
+from cluster.router.question import Candidate, Group
+from cluster.router.step_model import StepLearner, StepTotals
+
+_EXPOSED_GAIN, _SURPRISE, _EXPOSED_MIN_S = 0.1, 4.0, 1e-6
+"""Weight of one more transfer, the factor up to which its surprise counts, and seconds for each token beyond it."""
 
 
 class Role(enum.Enum):
@@ -62,6 +67,11 @@ class WorkerLoad:
     waiting_sequences: int = 0
     running_sequences: int = 0
     is_draining: bool = False
+    used_blocks: int = 0
+    free_blocks: int = 0
+    """Those that hold nothing; the rest is used or kept."""
+    steps: StepTotals | None = None
+    """None: it does not say."""
 
 
 @dataclass(slots=True)
@@ -73,6 +83,8 @@ class Account:
     """Prompt tokens to prefill here, of reservations whose first token was not seen."""
     num_tokens: int = 0
     """Prompt and output tokens to hold here."""
+    prompt_tokens: int = 0
+    """Of these: prompt tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,30 +97,67 @@ class Worker:
     facts: WorkerFacts | None = None
     load: WorkerLoad = WorkerLoad()
     account: Account = field(default_factory=Account)
+    elders: StepLearner | None = None
+    """What the whole cluster has learned."""
     candidate: Candidate = field(init=False)
+    _learner: StepLearner = field(init=False)
     _reported_at: Account = field(default_factory=Account)
     """The account when the last report came."""
 
     def __post_init__(self) -> None:
         self.candidate = Candidate(self.info.worker_id, self.info.role is Role.BOTH)
+        self._learner = StepLearner(elders=self.elders)
 
-    def book(self, *, reservations: int = 0, queued_tokens: int = 0, num_tokens: int = 0) -> None:
+    def greet(self, facts: WorkerFacts) -> None:
+        """Take a handshake: this is another life, and perhaps another machine."""
+        self.facts = facts
+        self._learner = StepLearner(elders=self.elders)
+        self.candidate.model = self._learner.model
+        self.candidate.pool_tokens = facts.pool_tokens
+        self._refresh()
+
+    def book(
+        self, *, reservations: int = 0, queued_tokens: int = 0, num_tokens: int = 0, prompt_tokens: int = 0
+    ) -> None:
         """Add to the account, or take back what was added."""
         account = self.account
         account.reservations += reservations
         account.queued_tokens += queued_tokens
         account.num_tokens += num_tokens
+        account.prompt_tokens += prompt_tokens
         self._refresh()
 
-    def take_report(self, load: WorkerLoad) -> None:
+    def book_prefill(self, key: object, prompt: Prompt, now: float) -> None:
+        """A prompt is to be prefilled here; `end_prefill` with the same key takes it back."""
+        self.candidate.backlog.add(key, prompt, now)
+        self.book(queued_tokens=prompt.num_uncached)
+
+    def end_prefill(self, key: object, prompt: Prompt) -> None:
+        """A prompt was prefilled, or will not be."""
+        self.candidate.backlog.remove(key)
+        self.book(queued_tokens=-prompt.num_uncached)
+
+    def take_report(self, load: WorkerLoad, now: float) -> None:
         """Take the worker's own word for its load; what is placed from now on is added to it."""
-        self.load, self._reported_at = load, replace(self.account)
+        before, self.load, self._reported_at = self.load.steps, load, replace(self.account)
+        if load.steps is not None:
+            if self._learner.report(load.steps):
+                self.candidate.model = self._learner.model
+            step_s = 0.0 if before is None else load.steps.mean_step_s(before)
+            self.candidate.backlog.progressed(load.steps.prompt_tokens, step_s, now)
         self._refresh()
 
     def forget_report(self) -> None:
         """Nothing is known of the worker but what was placed there."""
         self.load, self._reported_at = WorkerLoad(), Account()
         self._refresh()
+
+    def saw_exposed(self, num_tokens: int, seconds: float) -> None:
+        """Learn how long a sequence waited here for so many tokens' KV after its first token."""
+        if num_tokens > 0:
+            candidate = self.candidate
+            seen = min(max(seconds / num_tokens, 0.0), _SURPRISE * candidate.exposed_token_s + _EXPOSED_MIN_S)
+            candidate.exposed_token_s += _EXPOSED_GAIN * (seen - candidate.exposed_token_s)
 
     def holds(self, num_tokens: int) -> bool:
         """Whether its whole pool is large enough for so many tokens, and one more, which a worker asks for."""
@@ -131,6 +180,13 @@ class Worker:
         reported = load.waiting_sequences + load.running_sequences
         candidate.num_sequences = max(0, reported + now.reservations - then.reservations)
         candidate.num_tokens = now.num_tokens
+        if self.facts is not None:
+            block_tokens = self.facts.block_tokens
+            used = load.used_blocks * block_tokens + now.prompt_tokens - then.prompt_tokens
+            # Those that wait for room use none yet, but they come first.
+            candidate.used_tokens = max(0, used, now.prompt_tokens if load.waiting_sequences else 0)
+            candidate.free_tokens = load.free_blocks * block_tokens
+        candidate.step_s = candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +194,7 @@ class Ready:
     """The workers that can be used for one part of a request, until something changes."""
 
     workers: Sequence[Worker]
-    candidates: Sequence[Candidate]
+    candidates: Group
     pool_tokens: int
     """Of the smallest pool."""
     context_tokens: int
@@ -150,7 +206,7 @@ class Ready:
         facts = [worker.facts for worker in workers if worker.facts is not None]
         return cls(
             workers,
-            [worker.candidate for worker in workers],
+            Group([worker.candidate for worker in workers]),
             min((fact.pool_tokens for fact in facts), default=0),
             max((fact.context_tokens for fact in facts), default=0),
         )
@@ -174,6 +230,7 @@ class WorkerTable:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._elders = StepLearner()
         self._ready: dict[tuple[Role, ...], Ready] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -196,7 +253,7 @@ class WorkerTable:
             del self._workers[worker_id]
         new = [info for worker_id, info in wanted.items() if worker_id not in self._workers]
         for info in new:
-            self._workers[info.worker_id] = Worker(info)
+            self._workers[info.worker_id] = Worker(info, elders=self._elders)
         return new, left
 
     def move(self, worker: Worker, state: State, reason: str = "") -> None:

@@ -18,9 +18,10 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import typer
 
+from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.prefix_index import PrefixIndex
-from cluster.router.router import PlacementRequest, Reservation, Router
+from cluster.router.router import Router
 from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES
 from loadtest.bench.common import BenchRow, Repeated, publish

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
-from cluster.router.router import PlacementRequest, Reservation, Router
+from cluster.router.router import Router
 from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.errors import BatonError, ConfigError
 from loadtest.records import RequestRecord, ServerTiming
@@ -29,7 +30,7 @@ class ClusterShape:
     prefill: int = 1
     decode: int = 1
     both: int = 0
-    policy: str = "prefix"
+    policy: str = "cost"
 
 
 class _IndexFeed:
@@ -57,7 +58,7 @@ class SimulatedCluster:
             raise ConfigError(f"no policy {shape.policy!r}; there are {', '.join(POLICIES)}")
         if shape.decode + shape.both == 0:
             raise ConfigError("a cluster needs a decode worker or one of role `both`")
-        self.router = Router(POLICIES[shape.policy](), Random(f"router/{seed}"))
+        self.router = Router(POLICIES[shape.policy](), Random(f"router/{seed}"), timeline.clock)
         self._profile = profile
         self._timeline = timeline
         self._links: dict[str, Link] = {}
@@ -97,7 +98,9 @@ class SimulatedCluster:
 
     def on_finished(self, job: Job, gaps: tuple[float, ...]) -> None:
         """Hand out the record; the client sees everything `2 * hop_s` later."""
-        self._reservations.pop(job).release()
+        exposed_s = None if job.landed is None else job.landed - job.first_token
+        self.router.finished(job.num_output)
+        self._reservations.pop(job).release(exposed_s)
         self._end(job, self._record(job, gaps))
 
     def on_failed(self, job: Job, error: BatonError) -> None:
@@ -112,9 +115,17 @@ class SimulatedCluster:
         """Pass a load report on."""
         match worker:
             case PrefillWorker():
-                load = WorkerLoad(worker.queued_tokens, 0, worker.num_sequences)
+                waiting, running = 0, worker.num_sequences
             case DecodeWorker():
-                load = WorkerLoad(worker.queued_tokens, worker.num_waiting, worker.num_running)
+                waiting, running = worker.num_waiting, worker.num_running
+        load = WorkerLoad(
+            worker.queued_tokens,
+            waiting,
+            running,
+            used_blocks=worker.pool.num_used,
+            free_blocks=worker.pool.num_free,
+            steps=worker.done.totals,
+        )
         self.router.report(worker.worker_id, load)
 
     def link_of(self, worker_id: str) -> Link:

@@ -14,6 +14,7 @@ from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
 from loadtest.simulator.pool import SimulatedPool
 from loadtest.simulator.profile import Profile
+from loadtest.simulator.step_count import StepCount
 from loadtest.simulator.stretch import Stretch
 
 
@@ -56,6 +57,7 @@ class DecodeWorker:
         self.worker_id = worker_id
         self.pool = pool
         self.queued_tokens = 0
+        self.done = StepCount()
         self._profile = profile
         self._timeline = timeline
         self._events = events
@@ -198,6 +200,9 @@ class DecodeWorker:
         stretch = self._stretch
         assert stretch is not None
         self._step += stretch.num_steps
+        self.done.add_stretch(stretch, len(self._running), self._context)
+        for job, count in self._chunks:
+            self.done.add_chunk(count, job.num_computed)
         self._context += len(self._running) * stretch.num_steps
         if self._keeps_gaps:
             self._stretches.append(stretch)
@@ -215,11 +220,11 @@ class DecodeWorker:
         for job, count in self._chunks:
             job.num_computed += count
             self.queued_tokens -= count
+            assert job.decode_lease is not None
+            self.pool.seal(job.decode_lease, job.computed_names(self._profile.block_tokens))
             if job.num_uncomputed:
                 continue
-            assert job.decode_lease is not None
             self._prompts.remove(job)
-            self.pool.seal(job.decode_lease, job.prompt_names(self._profile.block_tokens))
             self._events.on_first_token(job)
             self._join(job)
         self._chunks = []

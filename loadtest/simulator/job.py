@@ -55,6 +55,10 @@ class Job:
         """Return the names of the prompt's full blocks."""
         return self.names[: self.num_prompt // block_tokens]
 
+    def computed_names(self, block_tokens: int) -> Sequence[bytes]:
+        """Return the names of the prompt's full blocks that are computed."""
+        return self.names[: self.num_computed // block_tokens]
+
     def reusable_names(self, block_tokens: int) -> Sequence[bytes]:
         """Return the names of which a cache may be used: the last token is always computed, for its logits."""
         return self.names[: (self.num_prompt - 1) // block_tokens]

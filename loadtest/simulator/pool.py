@@ -42,6 +42,16 @@ class SimulatedPool:
         """Blocks that are free or only kept."""
         return self._num_blocks - len(self._used) - self._num_private
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold."""
+        return len(self._used) + self._num_private
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.num_available - len(self._kept)
+
     def match(self, names: Sequence[bytes]) -> int:
         """Return how many leading blocks are held."""
         for count, name in enumerate(names):

@@ -13,6 +13,7 @@ from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
 from loadtest.simulator.pool import SimulatedPool
 from loadtest.simulator.profile import Profile
+from loadtest.simulator.step_count import StepCount
 
 
 class Link:
@@ -67,6 +68,7 @@ class PrefillWorker:
         self.worker_id = worker_id
         self.pool = pool
         self.queued_tokens = 0
+        self.done = StepCount()
         self._profile = profile
         self._timeline = timeline
         self._events = events
@@ -105,7 +107,7 @@ class PrefillWorker:
             self._profile.step.prefill_s(chunk.num_tokens, chunk.job.num_computed) for chunk in chunks
         )
         self._is_stepping = True
-        self._timeline.after(seconds, lambda: self._finish(chunks))
+        self._timeline.after(seconds, lambda: self._finish(chunks, seconds))
 
     def _plan(self) -> list[_Chunk]:
         """Take the next chunks off the queue. With a full pool only prompts that have blocks go on."""
@@ -138,18 +140,20 @@ class PrefillWorker:
         self._num_admitted += 1
         return True
 
-    def _finish(self, chunks: list[_Chunk]) -> None:
+    def _finish(self, chunks: list[_Chunk], seconds: float) -> None:
         self._is_stepping = False
+        self.done.add_step(seconds)
         for job, num_tokens in chunks:
+            self.done.add_chunk(num_tokens, job.num_computed)
             job.num_computed += num_tokens
             self.queued_tokens -= num_tokens
+            assert job.prefill_lease is not None
+            self.pool.seal(job.prefill_lease, job.computed_names(self._profile.block_tokens))
             pushed_at = self._announce(job)
             if job.num_uncomputed:
                 self._num_admitted += 1
                 self._push(job)
                 continue
-            assert job.prefill_lease is not None
-            self.pool.seal(job.prefill_lease, job.prompt_names(self._profile.block_tokens))
             del self._arrived_at[job]
             self._events.on_first_token(job)
             self._timeline.at(pushed_at + self._profile.link.latency_s, partial(self._pushed, job))

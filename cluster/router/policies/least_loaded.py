@@ -2,7 +2,8 @@
 
 from random import Random
 
-from cluster.router.policies.policy import Choice, Question, choose_each, decode_load, prefill_load
+from cluster.router.policies.policy import Choice, choose_each, decode_load, prefill_load
+from cluster.router.question import Question
 
 
 class LeastLoaded:

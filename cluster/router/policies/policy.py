@@ -1,39 +1,12 @@
 """What a policy is: a pure choice among candidates. See README.md."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from cluster.router.hits import NO_HITS, Hits
-
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """What is known of one worker that could be chosen. Kept up to date by the WorkerTable; policies only read it."""
-
-    worker_id: str
-    prefills_itself: bool = False
-    """Role `both`: a sequence that decodes here is prefilled here."""
-    queued_tokens: int = 0
-    """Prompt tokens waiting or being prefilled, reported or placed."""
-    num_sequences: int = 0
-    """Sequences waiting or running, reported or placed."""
-    num_tokens: int = 0
-    """Tokens whose KV it holds or will hold, of what is placed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request to place, and who could take it. `decode` is never empty; without `prefill` the decoder prefills."""
-
-    num_tokens: int
-    num_blocks: int
-    """Full blocks of the prompt."""
-    decode: Sequence[Candidate]
-    prefill: Sequence[Candidate]
-    hits: Hits = NO_HITS
-    """Leading blocks of the prompt that each is expected to hold: `hits.of(candidate.worker_id)`."""
+from cluster.router.estimate import PairEstimate
+from cluster.router.question import Candidate, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +16,8 @@ class Choice:
     decode: Candidate
     prefill: Candidate | None
     reason: str
+    considered: Sequence[PairEstimate] = ()
+    """What was weighed, by a policy that reckons in seconds."""
 
 
 class Policy(Protocol):
@@ -69,11 +44,12 @@ def choose_each(
     return decode, cheapest(question.prefill, prefill_cost, rng)
 
 
-def cheapest(candidates: Sequence[Candidate], cost: Cost, rng: Random) -> Candidate:
+def cheapest(candidates: Iterable[Candidate], cost: Cost, rng: Random) -> Candidate:
     """Return a candidate of least cost; among equals chance decides, so that nobody starves for its place in a list."""
-    costs = [cost(candidate) for candidate in candidates]
+    members = list(candidates)
+    costs = [cost(candidate) for candidate in members]
     least = min(costs)
-    return rng.choice([candidate for candidate, its in zip(candidates, costs, strict=True) if its == least])
+    return rng.choice([candidate for candidate, its in zip(members, costs, strict=True) if its == least])
 
 
 def decode_load(candidate: Candidate) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from cluster.router.policies.cost import Cost
 from cluster.router.policies.least_loaded import LeastLoaded
 from cluster.router.policies.policy import Policy
 from cluster.router.policies.prefix import Prefix
@@ -11,4 +12,5 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
     "prefix": Prefix,
+    "cost": Cost,
 }

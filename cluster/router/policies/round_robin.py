@@ -2,7 +2,8 @@
 
 from random import Random
 
-from cluster.router.policies.policy import Candidate, Choice, Question, choose_each
+from cluster.router.policies.policy import Choice, choose_each
+from cluster.router.question import Candidate, Question
 
 
 class RoundRobin:

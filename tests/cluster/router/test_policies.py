@@ -5,9 +5,10 @@ from random import Random
 
 import pytest
 
-from cluster.router.policies.policy import Candidate, Policy, Question
+from cluster.router.policies.policy import Policy
 from cluster.router.policies.registry import POLICIES
 from cluster.router.prefix_index import PrefixIndex
+from cluster.router.question import Candidate, Group, Question
 from common.chain_hash import chain_hashes
 from common.config import RouterConfig
 
@@ -24,7 +25,7 @@ def question(
     chain = chain_hashes(range(96), 16)
     for worker_id, num_blocks in (hits or {}).items():
         index.replace(worker_id, chain[:num_blocks])
-    return Question(100, 6, decode, prefill or [], index.find(chain))
+    return Question(100, 6, Group(decode), Group(prefill or []), index.find(chain), block_tokens=16)
 
 
 def choose(policy: str, asked: Question) -> tuple[str, str | None]:

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
-from cluster.router.router import PlacementRequest, Reservation, Router
+from cluster.router.router import Router
 from cluster.router.worker_table import Account, Role, State, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import chain_hashes, probe
 from common.errors import InvalidRequestError, MismatchError, WorkerLostError
@@ -197,7 +198,7 @@ def test_a_placement_counts_at_once_and_a_report_is_not_added_to_it() -> None:
 
     router.report("p0", WorkerLoad(queued_tokens=25, waiting_sequences=2, running_sequences=1))
     assert (worker.candidate.queued_tokens, worker.candidate.num_sequences) == (25, 3)
-    router.place(ask(10))
+    router.place(ask(tokens=list(range(50, 60))))
     assert (worker.candidate.queued_tokens, worker.candidate.num_sequences) == (35, 4)
 
 

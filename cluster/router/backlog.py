@@ -1,0 +1,103 @@
+"""Prompts that were placed on one worker and whose first token was not seen: how long a further one would wait."""
+
+from typing import NamedTuple
+
+
+class Wait(NamedTuple):
+    """What a further prompt would meet, and do to others."""
+
+    seconds: float
+    num_delayed: int
+    """Prompts that it would overtake, and which it would delay by as long as it takes itself."""
+
+
+class Prompt(NamedTuple):
+    """A prompt to prefill."""
+
+    num_tokens: int
+    num_uncached: int
+    """Of these: to be computed."""
+    seconds: float
+    """Predicted, without the wait."""
+
+
+class _Work(NamedTuple):
+    prompt: Prompt
+    arrived_at: int
+
+
+class Backlog:
+    """Prompts by reservation. Owned by the router's loop; plain functions.
+
+    Workers prefill in the order of (tokens left) + (tokens that had been computed at arrival), see
+    prefill/scheduler.py, and learn only when they begin a prompt how much of it is cached. That order is followed here,
+    with the counts of the worker's own reports.
+    """
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._work: dict[object, _Work] = {}
+        self._computed = 0
+        """Prompt tokens, by the worker's count."""
+        self._computed_at = 0.0
+        """When that last changed, or the worker had been idle."""
+        self._begun_at = 0
+        """The count when the worker turned to what it is at."""
+        self._step_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def add(self, key: object, prompt: Prompt, now: float) -> None:
+        """Take note of a prompt; `key` is not here yet."""
+        assert key not in self._work
+        if not self._work:
+            self._computed_at, self._begun_at = now, self._computed
+        self._work[key] = _Work(prompt, self._computed)
+        self.total_s += prompt.seconds
+
+    def remove(self, key: object) -> None:
+        """A prompt was prefilled, or will not be; one that is not here is all right."""
+        work = self._work.pop(key, None)
+        if work is not None:
+            # What rounding leaves must not add up over millions of prompts.
+            self.total_s = self.total_s - work.prompt.seconds if self._work else 0.0
+            self._begun_at = self._computed
+
+    def progressed(self, computed: int, step_s: float, now: float) -> None:
+        """Take the worker's count of prompt tokens and what its last steps took."""
+        if computed != self._computed:
+            if computed < self._computed:  # another life
+                self._work = {key: _Work(work.prompt, computed) for key, work in self._work.items()}
+                self._begun_at = computed
+            self._computed, self._computed_at, self._step_s = computed, now, step_s
+
+    def wait(self, num_tokens: int, now: float) -> Wait:
+        """Return what a further prompt of so many tokens would meet here now."""
+        if not self._work:
+            return _NOTHING
+        mine, since = num_tokens + self._computed, now - self._computed_at
+        current = min(self._work.values(), key=_due)
+        uncached = max(1, current.prompt.num_uncached)
+        left = max(0, uncached - self._computed + self._begun_at)
+        # Begun, it is ranked by what is left of it; and its running step is not interrupted.
+        if left + current.arrived_at <= mine:
+            ahead_s, delayed = max(0.0, current.prompt.seconds * left / uncached - since), 0
+        else:
+            ahead_s, delayed = max(0.0, self._step_s - since), 1
+        for work in self._work.values():
+            if work is current:
+                continue
+            if _due(work) <= mine:
+                ahead_s += work.prompt.seconds
+            else:
+                delayed += 1
+        return Wait(ahead_s, delayed)
+
+
+_NOTHING = Wait(0.0, 0)
+
+
+def _due(work: _Work) -> int:
+    """Return the place of a prompt that is not begun: what is served first is least."""
+    return work.prompt.num_tokens + work.arrived_at

@@ -1,0 +1,51 @@
+"""Why the last requests were placed as they were. Bounded: the oldest are forgotten."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.router.estimate import PairEstimate
+
+
+@dataclass(slots=True, eq=False)
+class Explanation:
+    """One placement."""
+
+    request_id: str
+    reason: str
+    decode_worker_id: str
+    prefill_worker_id: str | None
+    considered: Sequence[PairEstimate]
+    """What was weighed; by a policy that does not reckon in seconds, the estimate of what it chose."""
+    predicted_ttft_s: float
+    """From the placement on."""
+    observed_ttft_s: float | None = None
+    """Likewise; None: no token yet."""
+
+
+class Explanations:
+    """Owned by the router's loop; plain functions."""
+
+    def __init__(self, limit: int = 1024) -> None:
+        self._limit = limit
+        self._ring: deque[Explanation] = deque()
+        self._by_request: dict[str, list[Explanation]] = {}
+
+    def add(self, explanation: Explanation) -> None:
+        """Remember one, and forget the oldest beyond the limit."""
+        if len(self._ring) == self._limit:
+            oldest = self._ring.popleft()
+            others = self._by_request[oldest.request_id]
+            others.remove(oldest)
+            if not others:
+                del self._by_request[oldest.request_id]
+        self._ring.append(explanation)
+        self._by_request.setdefault(explanation.request_id, []).append(explanation)
+
+    def of(self, request_id: str) -> Sequence[Explanation]:
+        """Return a request's placements, the first one first; more than one if a worker failed it."""
+        return tuple(self._by_request.get(request_id, ()))
+
+    def latest(self, count: int) -> Sequence[Explanation]:
+        """Return the last placements, the latest last."""
+        return list(self._ring)[-count:] if count else []

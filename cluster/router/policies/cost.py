@@ -1,0 +1,82 @@
+"""The least time, of this request and of those it hinders, within the targets. See README.md."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Protocol
+
+from cluster.router.estimate import PairEstimate, estimate_decode, estimate_local, estimate_prefill, pair_up
+from cluster.router.policies.policy import Choice
+from cluster.router.question import Candidate, Group, Question
+
+_FEW = 4
+"""Holders of equally much of a prompt that are weighed one by one; of more, only the least busy."""
+_LEVELS = 4
+"""Deepest levels of holders that are weighed."""
+_NEARLY, _NEARLY_S = 1.02, 1e-4
+"""Costs within this factor and these seconds of the least are equal, and chance decides."""
+
+
+class Cost:
+    """Predicts, for each pair worth considering, all that a placement costs in seconds, and takes the cheapest."""
+
+    name = "cost"
+
+    def choose(self, question: Question, rng: Random) -> Choice:
+        """See Policy."""
+        first = [
+            (candidate, estimate_prefill(question, candidate))
+            for candidate in _worth_considering(question, question.prefill, _prefill_loads, rng)
+        ]
+        pairs = []
+        for decode in _worth_considering(question, question.decode, _decode_loads, rng):
+            then = estimate_decode(question, decode)
+            pairs += [pair_up(question, decode, prefill, estimate, then) for prefill, estimate in first]
+            pairs.append(pair_up(question, decode, None, estimate_local(question, decode), then))
+        best = _cheapest(pairs, rng)
+        reason = f"cost: {best.total_s:.3g} s, the least of {len(pairs)} pairs; TTFT {best.first.ttft_s:.3g} s expected"
+        return Choice(best.decode, best.prefill, reason, pairs)
+
+
+class _Loads(Protocol):
+    def __call__(self, question: Question, candidates: Sequence[Candidate]) -> list[float]: ...
+
+
+def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Random) -> Sequence[Candidate]:
+    """Return the least busy candidate, and those of the holders of the prompt's beginning that may be better.
+
+    Of workers that hold equally much, none but the least busy can be the cheapest; so the number of those weighed does
+    not grow with the cluster.
+    """
+    if not group.members:
+        return ()
+    idlest = _least(group.members, loads(question, group.members), rng)
+    found = {idlest.worker_id: idlest}
+    hits = question.hits
+    for level in hits.levels[: -_LEVELS - 1 : -1]:  # the deepest first
+        if level.holders.bit_count() > _FEW and level.holders & hits.bits.get(idlest.worker_id, 0):
+            continue  # the least busy of all is the least busy of these
+        members = [group.by_id[name] for name in hits.names_of(level.holders) if name in group.by_id]
+        if len(members) > _FEW:
+            members = [_least(members, loads(question, members), rng)]
+        found.update((candidate.worker_id, candidate) for candidate in members)
+    return list(found.values())
+
+
+def _least(candidates: Sequence[Candidate], loads: Sequence[float], rng: Random) -> Candidate:
+    most = _NEARLY * min(loads) + _NEARLY_S
+    return rng.choice([candidate for candidate, load in zip(candidates, loads, strict=True) if load <= most])
+
+
+def _prefill_loads(question: Question, candidates: Sequence[Candidate]) -> list[float]:
+    tokens = question.num_tokens
+    return [candidate.backlog.total_s + tokens * candidate.model.token_s for candidate in candidates]
+
+
+def _decode_loads(question: Question, candidates: Sequence[Candidate]) -> list[float]:  # noqa: ARG001 - see _Loads
+    return [candidate.step_s for candidate in candidates]
+
+
+def _cheapest(pairs: Sequence[PairEstimate], rng: Random) -> PairEstimate:
+    fit = [pair for pair in pairs if pair.meets_targets] or pairs
+    most = _NEARLY * min(pair.total_s for pair in fit) + _NEARLY_S
+    return rng.choice([pair for pair in fit if pair.total_s <= most])

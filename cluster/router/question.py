@@ -1,0 +1,88 @@
+"""What a policy is asked: a request, who could take it, and what is known of each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.router.backlog import Backlog
+from cluster.router.hits import NO_HITS, Hits
+from cluster.router.step_model import STARTING, StepModel
+
+EXPOSED_TOKEN_S = 1e-6
+"""Of Candidate.exposed_token_s, before anything was seen."""
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """What is known of one worker that could be chosen. Kept up to date by the WorkerTable; policies only read it."""
+
+    worker_id: str
+    prefills_itself: bool = False
+    """Role `both`: a sequence that decodes here is prefilled here."""
+    queued_tokens: int = 0
+    """Prompt tokens waiting or being prefilled, reported or placed."""
+    num_sequences: int = 0
+    """Sequences waiting or running, reported or placed."""
+    num_tokens: int = 0
+    """Tokens whose KV it holds or will hold, of what is placed."""
+    pool_tokens: int = 0
+    """Tokens that its pool holds."""
+    used_tokens: int = 0
+    """Of these: used by sequences, reported or placed."""
+    free_tokens: int = 0
+    """Of these: hold nothing, by the last report. The rest is kept for later prompts."""
+    model: StepModel = STARTING
+    """What its steps cost."""
+    step_s: float = STARTING.base_s
+    """A decode step's time with the present batch."""
+    exposed_token_s: float = EXPOSED_TOKEN_S
+    """Seconds that a sequence waits here for its KV after its first token, for each token that is sent."""
+    backlog: Backlog = field(default_factory=Backlog)
+    """Prompts placed here that are not prefilled."""
+
+
+class Group:
+    """Candidates for one part of a request."""
+
+    __slots__ = ("by_id", "members")
+
+    def __init__(self, members: Sequence[Candidate]) -> None:
+        self.members = members
+        self.by_id: Mapping[str, Candidate] = {candidate.worker_id: candidate for candidate in members}
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is expected of traffic as a whole."""
+
+    now: float = 0.0
+    """By the router's clock, seconds."""
+    output_tokens: float = 256.0
+    """Of a request that may have as many as it likes."""
+    reuse_share: float = 0.0
+    """Share of prompt tokens that were found cached of late."""
+    prompts_waiting: float = 0.0
+    """For each worker that prefills, on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request to place, and who could take it. `decode` is never empty; without `prefill` the decoder prefills."""
+
+    num_tokens: int
+    num_blocks: int
+    """Full blocks of the prompt."""
+    decode: Group
+    prefill: Group
+    hits: Hits = NO_HITS
+    """Leading blocks of the prompt that each is expected to hold: `hits.of(candidate.worker_id)`."""
+    block_tokens: int = 1
+    max_output_tokens: int = 256
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    outlook: Outlook = Outlook()
