@@ -226,7 +226,12 @@ class DecodeLoop:
         queued_tokens = sum(s.sequence.num_uncomputed for s in here if s.sequence.num_uncomputed > 1)
         running = len(scheduler.landing) + len(scheduler.running)
         return LoopLoad(
-            queued_tokens, len(scheduler.waiting), running, self._is_draining, self._counters + self._loader.counters
+            queued_tokens,
+            len(scheduler.waiting),
+            running,
+            self._is_draining,
+            self._counters + self._loader.counters,
+            self.runner.count.to_pb(),
         )
 
     def pool_changed(self) -> None:

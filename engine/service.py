@@ -37,6 +37,7 @@ class LoopLoad(NamedTuple):
     running_sequences: int
     is_draining: bool
     counters: Mapping[str, int]
+    steps: worker_pb2.StepTotals | None = None
 
 
 class ServedLoop(Protocol):
@@ -180,6 +181,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             draining=load.is_draining,
             counters=load.counters,
             transfer_stats=self._endpoint.stats(),
+            steps=load.steps,
         )
 
     def _changed(self) -> None:

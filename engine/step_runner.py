@@ -11,6 +11,7 @@ from common.errors import BatonError, WorkerLostError
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.step import LayerWatch, ScheduledChunk, TokenOutput
+from engine.step_count import StepCount
 
 _logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class StepRunner:
     """
 
     def __init__(self, engine: Engine, owner: StepOwner, worker_id: str, layer_owner: LayerOwner | None = None) -> None:
+        self.count = StepCount()
+        """What was computed."""
         self._engine = engine
         self._owner = owner
         self._layer_owner = layer_owner
@@ -153,8 +156,10 @@ class StepRunner:
                     await self._wake.wait()
                     continue
                 self._in_step = {id(chunk.sequence) for chunk in batch}
+                began, amounts = loop.time(), self.count.begin(batch)
                 outputs = await loop.run_in_executor(self._thread, self._engine.step, batch, self._watch(loop, batch))
                 self._in_step = set()
+                self.count.end(amounts, loop.time() - began)
                 self._owner.apply(batch, outputs)
                 self._let_go()
         except Exception as error:  # the loop's outermost frame: whatever it is, the worker is done

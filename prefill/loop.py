@@ -211,6 +211,7 @@ class PrefillLoop:
             len(self._jobs) - waiting,
             self._is_draining,
             self._counters + self._loader.counters,
+            self.runner.count.to_pb(),
         )
 
     def pool_changed(self) -> None:

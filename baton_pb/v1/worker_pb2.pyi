@@ -315,6 +315,7 @@ class LoadReport(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     TRANSFER_STATS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     blocks_free: _builtins.int
     blocks_used: _builtins.int
     blocks_kept: _builtins.int
@@ -331,6 +332,10 @@ class LoadReport(_message.Message):
     def transfer_stats(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferStats]:
         """Per peer transfer statistics since start."""
 
+    @_builtins.property
+    def steps(self) -> Global___StepTotals:
+        """What was computed since start; differences tell what a step costs."""
+
     def __init__(
         self,
         *,
@@ -344,14 +349,55 @@ class LoadReport(_message.Message):
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         transfer_stats: _abc.Iterable[Global___TransferStats] | None = ...,
+        steps: Global___StepTotals | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks_free", b"blocks_free", "blocks_kept", b"blocks_kept", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "queued_tokens", b"queued_tokens", "running_sequences", b"running_sequences", "steps", b"steps", "transfer_stats", b"transfer_stats", "transfers", b"transfers", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+
+Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class StepTotals(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    seconds: _builtins.float
+    prompt_tokens: _builtins.int
+    """Of chunks of prompts."""
+    prompt_pairs: _builtins.float
+    """Sum over prompt tokens of their position."""
+    sequences: _builtins.int
+    """Sum over steps of the sequences that decoded."""
+    context_tokens: _builtins.float
+    """Sum over steps and decoding sequences of their contexts."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        prompt_pairs: _builtins.float = ...,
+        sequences: _builtins.int = ...,
+        context_tokens: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_kept", b"blocks_kept", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "queued_tokens", b"queued_tokens", "running_sequences", b"running_sequences", "transfer_stats", b"transfer_stats", "transfers", b"transfers", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "prompt_pairs", b"prompt_pairs", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "sequences", b"sequences", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+Global___StepTotals: _TypeAlias = StepTotals  # noqa: Y015
 
 @_typing.final
 class TransferStats(_message.Message):

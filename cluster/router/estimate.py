@@ -116,8 +116,8 @@ def estimate_prefill(question: Question, candidate: Candidate) -> PrefillEstimat
 def estimate_local(question: Question, candidate: Candidate) -> PrefillEstimate:
     """Estimate prefill on the decode worker itself, in chunks that ride along with its steps."""
     alone = estimate_prefill(question, candidate)
-    # Every sequence of the batch waits while the chunks are computed.
-    harm_s = alone.harm_s + alone.compute_s * candidate.num_sequences
+    # Every sequence of the batch waits while the chunks are computed; and one may come: that is what it is for.
+    harm_s = alone.harm_s + alone.compute_s * max(1, candidate.num_sequences)
     step_s = (
         candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens) if candidate.num_sequences else 0.0
     )

@@ -5,6 +5,7 @@ from cluster.router.holder_table import Tier
 from cluster.router.placement import Placement, PlacementRequest
 from cluster.router.prefix_index import Snapshot
 from cluster.router.router import Router
+from cluster.router.step_model import StepTotals
 from cluster.router.worker_table import Role, Worker, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES
 from common.errors import InvalidRequestError
@@ -71,7 +72,25 @@ def tier_from_pb(tier: "worker_pb2.CacheTier.ValueType") -> Tier:
 
 def load_from_pb(load: worker_pb2.LoadReport) -> WorkerLoad:
     """Decode a load report."""
-    return WorkerLoad(load.queued_tokens, load.waiting_sequences, load.running_sequences, load.draining)
+    steps = load.steps
+    return WorkerLoad(
+        load.queued_tokens,
+        load.waiting_sequences,
+        load.running_sequences,
+        load.draining,
+        load.blocks_used,
+        load.blocks_free,
+        StepTotals(
+            steps.steps,
+            steps.seconds,
+            steps.prompt_tokens,
+            steps.prompt_pairs,
+            steps.sequences,
+            steps.context_tokens,
+        )
+        if load.HasField("steps")
+        else None,
+    )
 
 
 def request_from_pb(request: router_pb2.PlaceRequest) -> PlacementRequest:

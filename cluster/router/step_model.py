@@ -13,8 +13,8 @@ _NOISE_VARIANCE = 0.04
 """Of the logarithm of one observation."""
 _FIRST_SURPRISE_MAX, _SURPRISE_MAX = 3.0, 0.5
 _FIRST_OBSERVATIONS = 3
-_FIRST_BUSY_S, _BUSY_MAX_S = 0.05, 5.0
-"""Seconds of work that make an observation: short at first, to learn soon, then longer, to learn well."""
+_FIRST_BUSY_S, _BUSY_MAX_S = 0.05, 1.0
+"""Seconds of work that make an observation: short at first, to learn soon. Long ones are all alike and teach little."""
 _OWN_SHARE = 1.0
 """Observations' worth of a component from which on a worker's own coefficient counts."""
 
@@ -86,6 +86,7 @@ class StepLearner:
         self._seen = [0.0] * _FIELDS
         """Observations' worth of each component."""
         self._count = 0
+        self._elders_seen = 0
         is_fresh = elders is None or not elders.num_observations
         shape, scale = _SHAPE_VARIANCE, _SCALE_VARIANCE if is_fresh else 0.0
         self._variance = [[scale + (shape if i == j else 0.0) for j in range(_FIELDS)] for i in range(_FIELDS)]
@@ -106,24 +107,26 @@ class StepLearner:
         before = self._before
         if before is None or totals.steps < before.steps or totals.seconds < before.seconds:  # it has restarted
             self._before = totals
+        elif totals.steps > before.steps and totals.seconds - before.seconds >= self._wanted_s:
+            self._before = totals
+            self._wanted_s = min(_BUSY_MAX_S, 1.5 * self._wanted_s)
+            self._learn(before, totals)
+        elif self._elders is None or self._elders.num_observations == self._elders_seen:
             return False
-        seconds = totals.seconds - before.seconds
-        if seconds < self._wanted_s or totals.steps == before.steps:
-            return False
-        self._before = totals
-        self._wanted_s = min(_BUSY_MAX_S, 1.5 * self._wanted_s)
-        amounts = (
-            totals.steps - before.steps,
-            totals.prompt_tokens - before.prompt_tokens,
-            totals.prompt_pairs - before.prompt_pairs,
-            totals.sequences - before.sequences,
-            totals.context_tokens - before.context_tokens,
-        )
-        self.observe(amounts, seconds)
-        if self._elders is not None:
-            self._elders.observe(amounts, seconds)
-        self.model = self._mixed()
+        self._mix()
         return True
+
+    def _learn(self, before: StepTotals, now: StepTotals) -> None:
+        amounts = (
+            now.steps - before.steps,
+            now.prompt_tokens - before.prompt_tokens,
+            now.prompt_pairs - before.prompt_pairs,
+            now.sequences - before.sequences,
+            now.context_tokens - before.context_tokens,
+        )
+        self.observe(amounts, now.seconds - before.seconds)
+        if self._elders is not None:
+            self._elders.observe(amounts, now.seconds - before.seconds)
 
     def observe(self, amounts: tuple[float, float, float, float, float], seconds: float) -> None:
         """Learn from one stretch of work.
@@ -153,17 +156,13 @@ class StepLearner:
         for i in range(_FIELDS):
             variance[i][i] = min(variance[i][i] + _DRIFT_VARIANCE, _SCALE_VARIANCE + _SHAPE_VARIANCE)
         self._count += 1
-        if self._elders is None:
-            self.model = self._mixed()
+        self._mix()
 
-    def _mixed(self) -> StepModel:
-        """Return the own coefficients where they are founded on something, elsewhere the elders'."""
+    def _mix(self) -> None:
+        """Take the own coefficients where they are founded on something, elsewhere the elders'."""
         if self._elders is None or not self._elders.num_observations:
-            return StepModel(*self._own)
-        elders = self._elders.model
-        return StepModel(
-            *(
-                own if seen >= _OWN_SHARE else elder
-                for own, seen, elder in zip(self._own, self._seen, elders, strict=True)
-            )
-        )
+            self.model = StepModel(*self._own)
+            return
+        self._elders_seen = self._elders.num_observations
+        pairs = zip(self._own, self._seen, self._elders.model, strict=True)
+        self.model = StepModel(*(own if seen >= _OWN_SHARE else elder for own, seen, elder in pairs))

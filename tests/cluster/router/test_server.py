@@ -192,10 +192,12 @@ def test_events_decide_where_a_prefix_is() -> None:
             gateway = Gateway(router)
 
             assert (await gateway.place("a")).placement.decode_hit_blocks == 1
+            gateway.send(release=router_pb2.ReleaseRequest(reservation_id="a"))
             other.store(*CHAIN[:3])
             await until(lambda: router.status().indexed_blocks == 4, "the event did not arrive")
             reply = await gateway.place("b")
             assert (reply.placement.decode_worker_id, reply.placement.decode_hit_blocks) == ("d1", 3)
+            gateway.send(release=router_pb2.ReleaseRequest(reservation_id="b"))
             other.evict(*CHAIN[:3])
             await until(lambda: router.status().indexed_blocks == 1, "the event did not arrive")
             assert (await gateway.place("c")).placement.decode_worker_id == "d0"
