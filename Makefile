@@ -8,7 +8,8 @@ SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-interference bench-exposed bench-transfer clean
+.PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
+.PHONY: bench-exposed bench-transfer bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -54,6 +55,12 @@ lock: install
 
 bench-router: install
 	$(BIN)/python -m loadtest.bench.router $(BENCH_ARGS)
+
+bench-peers: install
+	$(BIN)/python -m tools.peers.install $(BENCH_ARGS)
+
+bench-engine: install
+	$(BIN)/python -m loadtest.bench.engine $(BENCH_ARGS)
 
 bench-interference: install
 	$(BIN)/python -m loadtest.bench.interference $(BENCH_ARGS)

@@ -30,7 +30,10 @@ app.add_typer(key_app, name="key")
 model_app = typer.Typer(help="Models that can be served.", no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(model_app, name="model")
 
-_EXTENSIONS = ("loadtest.cli",)  # each has an `app` whose commands join ours; imported by name, never the other way
+_EXTENSIONS = (
+    "loadtest.cli",
+    "loadtest.bench.cli",
+)  # each has an `app` whose commands join ours; imported by name, never the other way
 
 ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file; see common/config.py.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override one setting; repeatable.")]

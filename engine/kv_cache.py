@@ -57,19 +57,24 @@ class KVCache:
         return self._memfd
 
     def tensor(self) -> "torch.Tensor":
-        """Return the pool as `[num_blocks, L, 2, block_tokens, H, D]`, sharing memory.
+        """Return the pool as `[num_blocks, L, 2, block_tokens, H, D]`, sharing memory; not for scaled types.
 
         The view keeps the mapping alive: drop it before `close`, or the memory stays until it is dropped.
         """
-        # Torch only where tensors are wanted: fakes and transfer tests use the bytes alone.
-        import numpy as np
         import torch
 
         layout = self.layout
-        # By way of numpy, which holds on to the mapping: torch.frombuffer would let it be unmapped under a live tensor.
-        flat = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8)).view(getattr(torch, layout.dtype))
+        assert layout.scale_bytes == 0, f"a pool of {layout.dtype} is no plain array"
         shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
-        return flat.view(self.num_blocks, *shape)
+        return self.raw().view(getattr(torch, layout.dtype)).view(self.num_blocks, *shape)
+
+    def raw(self) -> "torch.Tensor":
+        """Return the pool as bytes, `[num_blocks, block_bytes]`, sharing memory; see `tensor`."""
+        import numpy as np
+        import torch
+
+        # By way of numpy, which holds on to the mapping: torch.frombuffer would let it be unmapped under a live tensor.
+        return torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8)).view(self.num_blocks, self.layout.block_bytes)
 
     def close(self) -> None:
         """Give the memory back, or leave it to the last view that is dropped. Idempotent."""

@@ -5,12 +5,17 @@ from typing import NamedTuple
 from baton_pb.v1 import transfer_pb2
 from common.errors import MismatchError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+SCALED_DTYPES = {"int8": 2}
+"""Bytes of the scale that each token and kv head has beside its values: fp16, after the values of a layer's K or V."""
 AXES = "layer,kv,token,head,dim"
 
 
 class BlockLayout(NamedTuple):
-    """One block: `[layers][K, V][block_tokens][kv heads][head dim]`, contiguous; layers are sub-ranges of it."""
+    """One block: `[layers][K, V][block_tokens][kv heads][head dim]`, contiguous; layers are sub-ranges of it.
+
+    With a scaled dtype each K and V is followed by its scales, `[block_tokens][kv heads]`.
+    """
 
     model_id: str
     dtype: str
@@ -21,9 +26,15 @@ class BlockLayout(NamedTuple):
     axes: str = AXES
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of one token and kv head; 0: the dtype has none."""
+        return SCALED_DTYPES.get(self.dtype, 0)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of K and V of one layer in a block."""
-        return 2 * self.block_tokens * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        row_bytes = self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes
+        return 2 * self.block_tokens * self.num_kv_heads * row_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -15,18 +15,29 @@ from engine.backend import BackendFacts
 from engine.batch import Batch
 from engine.cpu.architecture import Architecture, read_architecture
 from engine.cpu.build import Isa, supported_isas, usable_cores
-from engine.cpu.native import Format, LayerDesc, LayersDone, MatrixDesc, ModelDesc, NativeModel, Precision, StepDesc
+from engine.cpu.native import (
+    Format,
+    KvFormat,
+    LayerDesc,
+    LayersDone,
+    MatrixDesc,
+    ModelDesc,
+    NativeModel,
+    Precision,
+    StepDesc,
+)
 from engine.cpu.packing import padded
 from engine.cpu.weights import PackedWeights, has_quantised_source
 from engine.kv_cache import KVCache
 from engine.step import LayerWatch
+from kvtransfer.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
 KV_DTYPES = {
-    "fp32": ("float32", "float16"),
-    "w8": ("float16", "float32"),
-    "q4": ("float16", "float32"),
+    "fp32": ("float32", "float16", "bfloat16", "int8"),
+    "w8": ("float16", "float32", "bfloat16", "int8"),
+    "q4": ("float16", "float32", "bfloat16", "int8"),
 }
 """What the pool may hold; the first is the default. fp32 weights are asked for by who wants exactness."""
 _FORMATS = {"fp32": Format.FP32, "w8": Format.W8, "q4": Format.Q4}
@@ -52,6 +63,7 @@ class CpuBackend:
         self._architecture = architecture
         self._weights = weights
         self._pool: torch.Tensor | None = None
+        self._layout: BlockLayout | None = None
         self._vocab_rows = padded(architecture.vocab, 16)
         # ctypes structures hold addresses only: what they point at is kept here.
         self._frequencies = [np.ascontiguousarray(rope.inverse_frequencies) for rope in architecture.ropes]
@@ -103,10 +115,8 @@ class CpuBackend:
 
     def attach(self, kv: KVCache) -> None:
         """Remember the pool; see engine.backend.Backend."""
-        pool = kv.tensor()
-        assert pool.dtype in (torch.float16, torch.float32)
-        assert pool.is_contiguous()
-        self._pool = pool
+        self._pool = kv.raw()
+        self._layout = kv.layout
 
     def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
         """Run one step; see engine.backend.Backend.
@@ -116,7 +126,8 @@ class CpuBackend:
         """
         assert self._native is not None
         assert self._pool is not None
-        pool, num_rows = self._pool, batch.logit_rows.shape[0]
+        assert self._layout is not None
+        layout, pool, num_rows = self._layout, self._pool, batch.logit_rows.shape[0]
         logits = torch.empty(num_rows, self._vocab_rows)
         segments = torch.tensor(batch.segments, dtype=torch.int32)
         tables = batch.block_tables.contiguous()
@@ -137,9 +148,9 @@ class CpuBackend:
                 logits=logits.data_ptr(),
                 pool=pool.data_ptr(),
                 num_blocks=pool.shape[0],
-                num_pool_layers=pool.shape[1],
-                block_tokens=pool.shape[3],
-                is_half=pool.dtype == torch.float16,
+                num_pool_layers=layout.num_layers,
+                block_tokens=layout.block_tokens,
+                kv_format=KvFormat[layout.dtype.upper()],
                 num_marks=marks.shape[0],
                 marks=marks.data_ptr(),
                 layers_done=LayersDone() if watch is None else LayersDone(watch.reached),

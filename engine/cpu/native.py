@@ -23,6 +23,15 @@ class Format(IntEnum):
         return {Format.FP32: 2048, Format.W8: 544, Format.Q4: 320}[self]
 
 
+class KvFormat(IntEnum):
+    """What the pool holds; see csrc/attention.h."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    INT8 = 3
+
+
 class Precision(IntEnum):
     """What the activations in front of a matrix are rounded to."""
 
@@ -86,7 +95,7 @@ class StepDesc(Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "segments", "block_tables", "logit_rows")),
         ("logits", c_void_p),
         ("pool", c_void_p),
-        *((name, c_int64) for name in ("num_blocks", "num_pool_layers", "block_tokens", "is_half")),
+        *((name, c_int64) for name in ("num_blocks", "num_pool_layers", "block_tokens", "kv_format")),
         ("num_marks", c_int64),
         ("marks", c_void_p),
         ("layers_done", LayersDone),

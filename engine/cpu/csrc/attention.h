@@ -1,5 +1,6 @@
-// Paged attention over the pool `[block][layer][K,V][token][kv head][head dim]`, fp16 or fp32 in memory, fp32 in
-// registers.
+// Paged attention over the pool `[block][layer][K,V][token][kv head][head dim]`, fp32, fp16, bf16 or bytes in memory, fp32
+// in registers. Bytes are followed, inside each K or V, by a scale in fp16 for each token and kv head: a key's scale
+// multiplies its score and a value's its weight, so that the inner loops see bytes as plain numbers.
 //
 // A generated token's row (decode) is cut into parts of 64 keys at absolute positions; a work item is one part with all
 // heads, so that each key is read once and in the order of memory. Its result is a partial softmax; merge_parts adds the
@@ -9,6 +10,7 @@
 // different orders: a prompt's row takes the second one even when it is alone in its chunk.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -31,6 +33,15 @@ struct LayerView {
     T* values;
     i64 block_stride, token_stride, head_stride;
     i64 block_tokens;
+    i64 kv_heads;
+    i64 half_elements;  // of one layer's K or V in a block, without scales
+
+    // Scales of the token at `offset(table, position, 0)`, one for each head.
+    static constexpr bool kScaled = std::is_same_v<T, Byte>;
+    Half* scales(T* of, const int32_t* table, i64 position) const {
+        return (Half*)(of + table[position / block_tokens] * block_stride + half_elements) +
+               position % block_tokens * kv_heads;
+    }
 
     i64 offset(const int32_t* table, i64 position, i64 head) const {
         return table[position / block_tokens] * block_stride + position % block_tokens * token_stride + head * head_stride;
@@ -134,6 +145,13 @@ void decode_part(const AttentionShape& shape, const LayerView<T>& view, const in
     static thread_local std::vector<float> memory;
     const i64 dim = shape.head_dim, group = shape.group(), row_bytes = shape.kv_heads * dim * i64(sizeof(T));
     const int n = int(end - begin);
+    // Multiplies each head's number of each key by the key's scale.
+    const auto rescale = [&](T* of) __attribute__((always_inline)) {
+        for (int t = 0; t < n; t++) {
+            const Half* scales = view.scales(of, table, begin + t);
+            for (i64 h = 0; h < shape.heads; h++) memory[h * kPart + t] *= to_float(scales[h / group]);
+        }
+    };
     if (i64(memory.size()) < shape.heads * kPart) memory.resize(shape.heads * kPart);
     float* scores = memory.data();
     i64 at[kPart];
@@ -157,8 +175,10 @@ void decode_part(const AttentionShape& shape, const LayerView<T>& view, const in
             });
         }
     }
+    if constexpr (view.kScaled) rescale(view.keys);
     for (i64 h = 0; h < shape.heads; h++)
         soften(shape, scores + h * kPart, n, out + h * (dim + 2), out + h * (dim + 2) + 1);
+    if constexpr (view.kScaled) rescale(view.values);
     for (i64 head = 0; head < shape.kv_heads; head++)
         by_four(group, [&]<int H>(i64 h) __attribute__((always_inline)) {
             const i64 first = head * group + h;
@@ -229,16 +249,29 @@ void load_keys(const AttentionShape& shape, const LayerView<T>& view, const int3
     const i64 dim = shape.head_dim;
     for (i64 t = 0; t < padded; t += 8) {
         i64 at[8];
-        for (i64 i = 0; i < 8; i++) at[i] = view.offset(table, begin + std::min(t + i, n - 1), head);
+        __m256 key_scale[8], value_scale[8];
+        for (i64 i = 0; i < 8; i++) {
+            const i64 position = begin + std::min(t + i, n - 1);
+            at[i] = view.offset(table, position, head);
+            if constexpr (view.kScaled) {
+                key_scale[i] = _mm256_set1_ps(to_float(view.scales(view.keys, table, position)[head]));
+                value_scale[i] = _mm256_set1_ps(to_float(view.scales(view.values, table, position)[head]));
+            }
+        }
+        const auto read = [&](const T* of, const __m256* scale, i64 i, i64 d) __attribute__((always_inline)) {
+            const __m256 plain = load8(of + at[i] + d);
+            if constexpr (view.kScaled) return _mm256_mul_ps(plain, scale[i]);
+            return plain;
+        };
         for (i64 d = 0; d < dim; d += 8) {
             __m256 rows[8];
-            for (int i = 0; i < 8; i++) rows[i] = load8(view.keys + at[i] + d);
+            for (int i = 0; i < 8; i++) rows[i] = read(view.keys, key_scale, i, d);
             transpose8(rows, s.keys.data() + d * kKeyTile + t, kKeyTile);
         }
         for (i64 i = 0; i < 8; i++)
             for (i64 d = 0; d < dim; d += 8)
                 store8(s.values.data() + (t + i) * dim + d,
-                       t + i < n ? load8(view.values + at[i] + d) : _mm256_setzero_ps());
+                       t + i < n ? read(view.values, value_scale, i, d) : _mm256_setzero_ps());
     }
 }
 

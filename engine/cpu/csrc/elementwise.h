@@ -45,14 +45,34 @@ inline void rotate(float* x, const float* cosine, const float* sine, i64 dim) {
     }
 }
 
+// One head's row to the pool; for bytes, `scale` gets the unit: a 127th of the greatest magnitude, as fp16 rounds it.
 template <class T>
-void write_kv(const LayerView<T>& view, i64 slot, const float* key, const float* value, i64 kv_heads, i64 dim) {
-    const i64 at = slot / view.block_tokens * view.block_stride + slot % view.block_tokens * view.token_stride;
-    for (i64 h = 0; h < kv_heads; h++)
-        for (i64 d = 0; d < dim; d += 8) {
-            store8(view.keys + at + h * view.head_stride + d, load8(key + h * dim + d));
-            store8(view.values + at + h * view.head_stride + d, load8(value + h * dim + d));
+INLINE void write_head(const float* row, i64 dim, T* out, Half* scale) {
+    if constexpr (std::is_same_v<T, Byte>) {
+        Vec peak = zero();
+        for (i64 d = 0; d < dim; d += VL) peak = max(peak, abs(load(row + d)));
+        *scale = to_half(max_of(peak) / 127.f);
+        const float unit = to_float(*scale);
+        const __m256 inverse = _mm256_set1_ps(unit > 0 ? 1.f / unit : 0.f);
+        for (i64 d = 0; d < dim; d += 8) store8(out + d, _mm256_mul_ps(load8(row + d), inverse));
+    } else {
+        for (i64 d = 0; d < dim; d += 8) store8(out + d, load8(row + d));
+    }
+}
+
+template <class T>
+void write_kv(const LayerView<T>& view, i64 slot, const float* key, const float* value, i64 dim) {
+    const int32_t block = int32_t(slot / view.block_tokens);
+    const i64 position = slot % view.block_tokens, at = view.offset(&block, position, 0);
+    for (i64 h = 0; h < view.kv_heads; h++) {
+        Half *key_scale = nullptr, *value_scale = nullptr;
+        if constexpr (view.kScaled) {
+            key_scale = view.scales(view.keys, &block, position) + h;
+            value_scale = view.scales(view.values, &block, position) + h;
         }
+        write_head(key + h * dim, dim, view.keys + at + h * view.head_stride, key_scale);
+        write_head(value + h * dim, dim, view.values + at + h * view.head_stride, value_scale);
+    }
 }
 
 }  // namespace baton

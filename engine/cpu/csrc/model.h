@@ -28,6 +28,8 @@ struct ModelDesc {
     const LayerDesc* layers;
 };
 
+enum KvFormat : i64 { kKvFloat = 0, kKvHalf = 1, kKvBrain = 2, kKvByte = 3 };  // as in native.py
+
 struct StepDesc {
     i64 num_tokens, num_segments, table_width, num_logit_rows, logits_stride;
     const i64* token_ids;
@@ -38,7 +40,7 @@ struct StepDesc {
     const i64* logit_rows;
     float* logits;
     void* pool;
-    i64 num_blocks, num_pool_layers, block_tokens, is_half;
+    i64 num_blocks, num_pool_layers, block_tokens, kv_format;
     i64 num_marks;
     const i64* marks;             // ascending: after so many layers `layers_done` is called, on the caller's thread
     void (*layers_done)(i64);

@@ -18,6 +18,14 @@ struct Half {  // IEEE binary16, as stored
     uint16_t bits;
 };
 
+struct Brain {  // bfloat16: the upper half of a float
+    uint16_t bits;
+};
+
+struct Byte {  // a signed byte that counts in units of a scale kept elsewhere
+    int8_t value;
+};
+
 #if defined(__AVX512VNNI__)
 #define BATON_AVX512 1
 constexpr int VL = 16;
@@ -26,6 +34,10 @@ INLINE Vec zero() { return _mm512_setzero_ps(); }
 INLINE Vec splat(float x) { return _mm512_set1_ps(x); }
 INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 INLINE Vec load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE Vec load(const Brain* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+INLINE Vec load(const Byte* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -56,6 +68,10 @@ INLINE Vec zero() { return _mm256_setzero_ps(); }
 INLINE Vec splat(float x) { return _mm256_set1_ps(x); }
 INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 INLINE Vec load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE Vec load(const Brain* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+INLINE Vec load(const Byte* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -88,11 +104,29 @@ INLINE __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
 // Eight lanes, where a row need not be a multiple of VL.
 INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 INLINE __m256 load8(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE __m256 load8(const Brain* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+INLINE __m256 load8(const Byte* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 INLINE void store8(float* p, __m256 v) { _mm256_storeu_ps(p, v); }
 INLINE void store8(Half* p, __m256 v) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+INLINE void store8(Brain* p, __m256 v) {  // to nearest, ties to even
+    const __m256i bits = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(up, up), 0x08);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+}
+INLINE void store8(Byte* p, __m256 v) {
+    const __m256i whole = _mm256_cvtps_epi32(v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
 INLINE float to_float(Half h) { return _cvtsh_ss(h.bits); }
+INLINE Half to_half(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
 
 // e^x, relative error 2e-7: range reduction by ln 2 in two parts, then the polynomial of Cephes' expf.
 INLINE Vec exp(Vec x) {

@@ -45,10 +45,12 @@ class Model {
         if (const char* problem = check(s)) return problem;
         caller_ = std::this_thread::get_id();
         prepare(s);
-        if (s.is_half)
-            team_.run([&] { forward<Half>(s); });
-        else
-            team_.run([&] { forward<float>(s); });
+        switch (s.kv_format) {
+            case kKvFloat: team_.run([&] { forward<float>(s); }); break;
+            case kKvHalf: team_.run([&] { forward<Half>(s); }); break;
+            case kKvBrain: team_.run([&] { forward<Brain>(s); }); break;
+            default: team_.run([&] { forward<Byte>(s); });
+        }
         return nullptr;
     }
 
@@ -74,6 +76,7 @@ class Model {
         if (row != s.num_tokens) return "segments do not cover the tokens";
         for (i64 r = 0; r < s.num_logit_rows; r++)
             if (s.logit_rows[r] < 0 || s.logit_rows[r] >= s.num_tokens) return "a logit row is beyond the batch";
+        if (s.kv_format < kKvFloat || s.kv_format > kKvByte) return "the pool has an unknown format";
         if (s.num_pool_layers != desc_.num_layers) return "the pool has another number of layers";
         return nullptr;
     }
@@ -165,9 +168,11 @@ class Model {
 
     template <class T>
     LayerView<T> view(const StepDesc& s, i64 layer) const {
-        const i64 token = desc_.kv_heads * desc_.head_dim, half = s.block_tokens * token;
+        const i64 token = desc_.kv_heads * desc_.head_dim, elements = s.block_tokens * token;
+        const i64 half = elements + (LayerView<T>::kScaled ? s.block_tokens * desc_.kv_heads * i64(sizeof(Half)) : 0);
         T* keys = (T*)s.pool + layer * 2 * half;
-        return {keys, keys + half, desc_.num_layers * 2 * half, token, desc_.head_dim, s.block_tokens};
+        return {keys,           keys + half,   desc_.num_layers * 2 * half, token, desc_.head_dim,
+                s.block_tokens, desc_.kv_heads, elements};
     }
 
     i64 row_grain(i64 rows) const { return std::max<i64>(1, std::min<i64>(16, rows / (4 * team_.size()))); }
@@ -257,7 +262,7 @@ class Model {
                 if (norm) head_norm(q + h * dim, norm, dim, desc_.epsilon);
                 rotate(q + h * dim, angles, angles + dim / 2, dim);
             }
-            write_kv(view, s.slots[row], k, k + desc_.kv_heads * dim, desc_.kv_heads, dim);
+            write_kv(view, s.slots[row], k, k + desc_.kv_heads * dim, dim);
         });
     }
 

@@ -107,15 +107,32 @@ def test_fp32_equals_the_dense_model_for_odd_shapes(
     assert spread(got - dense(folder, ids), dense(folder, ids)) < 1e-4
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 0.15), ("int8", 0.3)]
+)
 def test_long_contexts_cross_parts_and_tiles(
-    make: Make, dense: Dense, make_model: Callable[..., Path], kv_dtype: str
+    make: Make, dense: Dense, make_model: Callable[..., Path], kv_dtype: str, tolerance: float, isa: Isa
 ) -> None:
     folder, ids = make_model("Mistral", sliding_window=150), tokens(400)
 
-    got = run_in_chunks(make(folder, kv_dtype=kv_dtype), ids, [300, 90], table_of(400))
+    got = run_in_chunks(make(folder, kv_dtype=kv_dtype, isa=isa), ids, [300, 90], table_of(400))
 
-    assert spread(got - dense(folder, ids), dense(folder, ids)) < (1e-4 if kv_dtype == "float32" else 2e-2)
+    assert spread(got - dense(folder, ids), dense(folder, ids)) < tolerance
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block_tokens", [1, 5, 16])
+def test_a_pool_of_bytes_is_as_wide_as_its_layout_says(
+    make: Make, tiny_model: Callable[[str], Path], block_tokens: int, isa: Isa
+) -> None:
+    harness, ids = make(tiny_model("llama"), kv_dtype="int8", isa=isa, block_tokens=block_tokens), tokens(block_tokens)
+    pool = harness.kv.raw()
+
+    harness.run((ids, 0, [7]))
+
+    assert pool[7].count_nonzero() > 0.9 * pool.shape[1]
+    assert pool[:7].count_nonzero() == pool[8:].count_nonzero() == 0
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -163,11 +180,14 @@ def test_logits_do_not_depend_on_the_rest_of_the_batch(
     assert torch.equal(torch.cat(alone_next), torch.cat(together_next))
 
 
-@pytest.mark.parametrize("weights", ["fp32", "w8", "q4", "q4/int8"])
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype"), [("fp32", None), ("w8", "int8"), ("q4", None), ("q4", "bfloat16"), ("q4/int8", None)]
+)
 def test_a_prompt_s_logits_do_not_depend_on_its_chunks(
-    make: Make, tiny_model: Callable[[str], Path], weights: str
+    make: Make, tiny_model: Callable[[str], Path], weights: str, kv_dtype: str | None
 ) -> None:
-    harness, ids, table = make(tiny_model("mistral"), weights=weights), tokens(300), table_of(300)
+    harness = make(tiny_model("mistral"), weights=weights, kv_dtype=kv_dtype)
+    ids, table = tokens(300), table_of(300)
 
     whole = harness.run((ids, 0, table))[0]
 
