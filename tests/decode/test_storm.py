@@ -4,9 +4,12 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
+from baton_pb.v1 import worker_pb2
+from common.config import EngineConfig
 from common.errors import (
     BatonError,
     DeadlineError,
@@ -43,7 +46,9 @@ class Client:
         timeout_s = draw.choice([0.0, 0.0, 0.0, 0.05])
         answer_at = draw.choice([None, None, 0, 1, 5])
         await asyncio.sleep(draw.random() * 0.1)  # arrivals spread; nothing is waited for
-        await self.gateway.start(request_id, token_ids, target, timeout_s=timeout_s, max_tokens=max_tokens)
+        await self.gateway.start(
+            request_id, token_ids, target, timeout_s=timeout_s, holder=self._holder(), max_tokens=max_tokens
+        )
         answer = self.gateway.answers[request_id]
         if answer_at is None:
             await self.gateway.over(request_id)
@@ -59,12 +64,23 @@ class Client:
         elif answer.finished is not None:
             assert answer.tokens == want
 
+    def _holder(self) -> worker_pb2.PrefixHolder | None:
+        """Name any worker, or none: the router's knowledge may be old."""
+        worker = self.random.choice([None, self.decode, *self.prefill])
+        if worker is None:
+            return None
+        num_blocks = self.random.randrange(1, 12)
+        return worker_pb2.PrefixHolder(worker_id=worker.worker_id, address=worker.address, num_blocks=num_blocks)
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_storm_leaves_nothing_behind(seed: int) -> None:
+
+@pytest.mark.parametrize(("seed", "has_tiers"), [(0, False), (1, True), (2, False), (3, True)])
+def test_a_storm_leaves_nothing_behind(seed: int, has_tiers: bool, tmp_path: Path) -> None:
     async def main() -> None:
         draw = random.Random(seed)
         async with serving() as bench, AsyncExitStack() as stack:
+            if has_tiers:
+                sizes = {"host_tier_mib": 1, "disk_tier_mib": 1, "tier_codec": "raw"}
+                bench.tiers = EngineConfig.model_validate({**sizes, "disk_tier_dir": tmp_path})
             prefill = [
                 await bench.prefill(f"prefill-{n}", num_blocks=24, token_budget=13, waiting_max=12) for n in range(2)
             ]
@@ -96,8 +112,12 @@ def test_a_storm_leaves_nothing_behind(seed: int) -> None:
             await bench.at_rest()
             bench.network.piece_errors.clear()
             bench.network.open_errors.clear()
+            for pool in (worker.engine.pool for worker in prefill):  # what they kept is below, if anything is
+                pool.release(pool.allocate(pool.num_blocks))
             for number, client in enumerate(clients):
-                calm = await client.gateway.ask(f"calm {number}", BASES[0], prefill[number // 2], max_tokens=9)
+                holder = worker_pb2.PrefixHolder(worker_id="prefill-0", address=prefill[0].address, num_blocks=9)
+                target = prefill[number // 2]
+                calm = await client.gateway.ask(f"calm {number}", BASES[0], target, holder=holder, max_tokens=9)
                 assert calm.tokens == fake_continuation(BASES[0], 9)
             ends = Counter(
                 "right" if answer.finished else type(answer.error).__name__
@@ -105,5 +125,7 @@ def test_a_storm_leaves_nothing_behind(seed: int) -> None:
                 for answer in client.gateway.answers.values()
             )
             assert ends["right"] > len(clients), ends
+            counters = sum((Counter(worker.loop.load().counters) for worker in bench.workers), Counter())
+            assert counters["tier_blocks_restored_total" if has_tiers else "prefix_fetches_total"], counters
 
     asyncio.run(main())
