@@ -15,6 +15,8 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
+Transport = Literal["auto", "shm", "ucx", "tcp"]
+
 DEMO_MODEL = "smollm2-135m-instruct"
 
 
@@ -120,8 +122,9 @@ class BothConfig(Node):
 class TransferConfig(Node):
     """KV transfer between workers."""
 
-    transport: Literal["auto", "shm", "ucx"] = "auto"
-    """`auto`: shared memory on one host, UCX between hosts. Another value forces that one or fails."""
+    transport: Transport = "auto"
+    """`auto`: shared memory on one host; between hosts UCX, or plain TCP where UCX cannot be used. Another value forces
+    that one or fails."""
     checksum: bool = True
     """Verify the bytes of every piece that came over a wire before they are believed."""
     checksum_shm: bool = False

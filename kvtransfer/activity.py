@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+from collections.abc import Callable
 
 
 class Activity:
@@ -42,10 +43,11 @@ class Activity:
 class Stop:
     """Asks a copying thread to stop between two steps. The loop writes, threads and C code read one byte: no lock."""
 
-    __slots__ = ("_flag",)
+    __slots__ = ("_flag", "_watchers")
 
     def __init__(self) -> None:
         self._flag = ctypes.c_uint8(0)
+        self._watchers: list[Callable[[], object]] = []
 
     @property
     def is_set(self) -> bool:
@@ -58,5 +60,12 @@ class Stop:
         return ctypes.addressof(self._flag)
 
     def set(self) -> None:
-        """Ask; there is no way back."""
+        """Ask; there is no way back. On the loop."""
         self._flag.value = 1
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def watch(self, watcher: Callable[[], object]) -> None:
+        """Have something called when the stop is asked for."""
+        self._watchers.append(watcher)

@@ -1,17 +1,15 @@
-"""Which transport leads to a receiver: shared memory if it can be reached on this host, else UCX. Never in silence."""
+"""Which transport leads to a receiver: shared memory on this host, else UCX, else plain TCP. Never in silence."""
 
 import logging
 import os
-from typing import TYPE_CHECKING, Literal
 
 from baton_pb.v1 import transfer_pb2
+from common.config import Transport
 from common.errors import MismatchError, UnauthenticatedError, WorkerLostError
 from common.logs import log
 from kvtransfer.outbound import Greeter, OutboundPeer
-from kvtransfer.transports import shm
-
-if TYPE_CHECKING:  # loading UCX takes half a second: the endpoint does it in a thread, and only where it is wanted
-    from kvtransfer.transports.ucx import UcxStation
+from kvtransfer.transports import shm, sockets
+from kvtransfer.transports.base import Station
 
 logger = logging.getLogger(__name__)
 
@@ -25,32 +23,43 @@ class Dialer:
         memfd: of the own pool; None: not shareable.
     """
 
-    def __init__(self, transport: Literal["auto", "shm", "ucx"], host_id: str, memfd: int | None) -> None:
-        self.station: UcxStation | None = None
-        """Set by the endpoint where UCX is loaded."""
+    def __init__(self, transport: Transport, host_id: str, memfd: int | None) -> None:
+        self.stations: dict[str, Station] = {}
+        """Transports between hosts that can be used here, fastest first; set by the endpoint."""
         self._transport = transport
         self._host_id = host_id
         self._memfd = memfd
 
     async def dial(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
         """Connect by the fastest transport that both ends have; see `kvtransfer.sender.Dialer`."""
-        if self._transport == "ucx":
-            return await self._dial_ucx(address, greeter)
-        if address.host_id != self._host_id or not address.shm_path:
-            if self._transport == "shm":
+        slow = ""
+        if self._transport in ("auto", "shm"):
+            if address.host_id == self._host_id and address.shm_path:
+                try:
+                    return await self._dial_shm(address, greeter)
+                except (OSError, UnauthenticatedError) as error:
+                    slow = f"shm cannot be used on this host: {error}"
+                    if self._transport == "shm" or not self._common(address):
+                        message = f"cannot reach {address.worker_id} over shared memory: {error}"
+                        raise WorkerLostError(message) from error
+            elif self._transport == "shm":
                 raise MismatchError(f"transport is shm here, but {address.worker_id} is on another host or lacks it")
-            return await self._dial_ucx(address, greeter)
-        try:
-            return await self._dial_shm(address, greeter)
-        except (OSError, UnauthenticatedError) as error:
-            if self._transport == "shm" or not address.ucx_port or self.station is None:
-                raise WorkerLostError(f"cannot reach {address.worker_id} over shared memory: {error}") from error
-            reason = str(error)
-        peer = await self._dial_ucx(address, greeter)
-        greeter.counters.fell_back(address.worker_id, peer.transport)
-        fields = {"worker_id": address.worker_id, "reason": reason}
-        log(logger, logging.WARNING, "SLOW PATH: a receiver on this host is reached over ucx, not shm", **fields)
+        names = self._common(address)
+        if not names:
+            raise MismatchError(f"no transport in common with {address.worker_id}")
+        peer = await self._dial_station(names[0], address, greeter)
+        if not slow and self._transport == "auto" and names[0] != "ucx":
+            slow = f"ucx cannot be used {'there' if 'ucx' in self.stations else 'here'}"
+        if slow:
+            greeter.counters.fell_back(address.worker_id, peer.transport)
+            fields = {"worker_id": address.worker_id, "transport": peer.transport}
+            log(logger, logging.WARNING, f"SLOW PATH: {slow}", **fields)
         return peer
+
+    def _common(self, address: transfer_pb2.TransferAddress) -> list[str]:
+        """Return the transports between hosts that both ends have, fastest first."""
+        ports = {"ucx": address.ucx_port, "tcp": address.tcp_port}
+        return [name for name in self.stations if ports[name]]
 
     async def _dial_shm(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
         if self._memfd is None:
@@ -68,19 +77,16 @@ class Dialer:
             raise
         return peer
 
-    async def _dial_ucx(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
-        if self.station is None or not address.ucx_port:
-            raise MismatchError(f"no transport in common with {address.worker_id}")
-        from kvtransfer.transports import ucx, ucx_link  # loaded by the endpoint
-
+    async def _dial_station(self, name: str, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
+        port = address.ucx_port if name == "ucx" else address.tcp_port
         try:
-            sock = await ucx.connect_control(address.host, address.ucx_port)
+            sock = await sockets.connect(address.host, port)
         except OSError as error:
             raise WorkerLostError(f"cannot reach {address.worker_id} at {address.host}: {error}") from error
-        peer = OutboundPeer(address, greeter, sock, ucx_link.NAME)
+        peer = OutboundPeer(address, greeter, sock, name)
         try:
             extra = await peer.greet()
-            link = await self.station.connect(address.host, extra, greeter.pool.memory, greeter.pool.threads)
+            link = await self.stations[name].connect(address.host, extra, greeter.pool.memory, greeter.pool.threads)
             peer.start(link)
             link.on_broken = peer.lose
             await peer.next_hello()

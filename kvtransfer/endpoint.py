@@ -33,7 +33,7 @@ from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.store import BlockStore
-from kvtransfer.transports import shm
+from kvtransfer.transports import shm, tcp, tcp_link
 from kvtransfer.wire import PROTOCOL
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,8 @@ class TransferEndpoint:
         await self._pinging
         await self._sender.close()
         await self._receiver.close()
-        if self._dialer.station is not None:
-            await self._dialer.station.close()
+        for station in self._dialer.stations.values():
+            await station.close()
         self._threads.shutdown()
 
     async def _open_doors(self) -> None:
@@ -138,7 +138,12 @@ class TransferEndpoint:
             except (ImportError, OSError) as error:
                 if transport == "ucx":
                     raise ConfigError(f"transport is ucx, which cannot be used here: {error}") from error
-                log(logger, logging.WARNING, f"no transfers between hosts: ucx cannot be used: {error}")
+                log(logger, logging.WARNING, f"SLOW PATH: plain tcp between hosts: ucx cannot be used: {error}")
+        if transport in ("auto", "tcp"):
+            try:
+                self._open_tcp_door()
+            except OSError as error:
+                raise ConfigError(f"cannot listen for transfers on {self.address.host}: {error}") from error
         log(
             logger,
             logging.INFO,
@@ -146,6 +151,7 @@ class TransferEndpoint:
             worker_id=self.address.worker_id,
             shm=self.address.shm_path or None,
             ucx_port=self.address.ucx_port or None,
+            tcp_port=self.address.tcp_port or None,
         )
 
     async def _open_ucx_door(self) -> None:
@@ -153,10 +159,19 @@ class TransferEndpoint:
         station = ucx.UcxStation(
             self.address.host, self._config.connect_timeout_s, lambda: self._counters.refused(UNKNOWN, "ucx")
         )
-        self._dialer.station = station
+        self._dialer.stations["ucx"] = station
         door = ucx.UcxDoor(station, self.address.host, self._pool.memory, self._threads)
         self._receiver.listen(door)
         self.address.ucx_port = door.port
+
+    def _open_tcp_door(self) -> None:
+        station = tcp.TcpStation(
+            self.address.host, self._config.connect_timeout_s, lambda: self._counters.refused(UNKNOWN, tcp_link.NAME)
+        )
+        self._dialer.stations[tcp_link.NAME] = station
+        door = tcp.TcpDoor(station, self.address.host, self._pool.memory, self._threads)
+        self._receiver.listen(door)
+        self.address.tcp_port = door.port
 
     async def _ping(self) -> None:
         loop = asyncio.get_running_loop()

@@ -17,7 +17,7 @@ from kvtransfer.coding import Coded, Coding, Parcel, code
 from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool, checksum_of
-from kvtransfer.pieces import Piece, Runs, cut, piece_bytes, runs_of
+from kvtransfer.pieces import Piece, Runs, cut, joined, piece_bytes, runs_of
 from kvtransfer.push import BlockPush
 from kvtransfer.seal import Seal
 from kvtransfer.ticket import TicketTerms
@@ -39,8 +39,8 @@ class Greeter(NamedTuple):
 class OutboundPeer:
     """The connection to one receiver. Implements `ReceiverPeer` for the pushes on it.
 
-    Pieces of all its pushes leave in the order of announcement, while at most `inflight_bytes_max` are unacknowledged
-    (one piece always may). Each receiver has its own, so a slow one holds up nobody else.
+    Its pushes take turns, a piece each, while at most `inflight_bytes_max` are unacknowledged (one piece always may).
+    Each receiver has its own, so a slow one holds up nobody else.
     """
 
     def __init__(self, address: transfer_pb2.TransferAddress, greeter: Greeter, sock: socket.socket, name: str) -> None:
@@ -56,6 +56,7 @@ class OutboundPeer:
         self._queue: deque[tuple[BlockPush, Piece]] = deque()
         self._inflight_bytes = 0
         self._window_bytes = greeter.inflight_bytes_max
+        self._is_pumping = False
         self._loop = asyncio.get_running_loop()
         self._choice = CodecChoice(self._loop.time())
         self._hello: asyncio.Future[transfer_pb2.Hello] = self._new_hello()
@@ -115,11 +116,16 @@ class OutboundPeer:
         return push
 
     def enqueue(self, push: BlockPush, piece: Piece) -> None:
-        """Send a piece, cut to size, when it is its turn."""
-        pieces = cut(piece, self._greeter.pool.layout)
-        push.queued(len(pieces))
-        self._queue.extend((push, part) for part in pieces)
-        self._pump()
+        """Send a piece, cut to size, when it is its turn; layers that have to wait together travel together."""
+        last_push, last = self._queue[-1] if self._queue else (None, None)
+        if last is not None and last_push is push and (both := joined(last, piece)) is not None:
+            self._queue[-1] = (push, both)
+        else:
+            push.queued(1)
+            self._queue.append((push, piece))
+        if not self._is_pumping:
+            self._is_pumping = True
+            self._loop.call_soon(self._pump)
 
     def give_back(self, num_bytes: int) -> None:
         """Let other pieces use the room of one that is acknowledged or given up."""
@@ -145,18 +151,24 @@ class OutboundPeer:
             self.send(transfer_pb2.TransferFrame(ping=transfer_pb2.Ping()))
 
     def _pump(self) -> None:
-        limit = self._window_bytes
+        """Send what the window allows, a piece of each push in turn."""
+        self._is_pumping = False
+        layout, limit = self._greeter.pool.layout, self._window_bytes
         while self._queue and not self.is_lost:
-            push, piece = self._queue[0]
-            size = piece_bytes(piece, self._greeter.pool.layout)
+            push, waiting = self._queue[0]
             if push.is_over:
-                size = 0
-            elif self._inflight_bytes and self._inflight_bytes + size > limit:
+                self._queue.popleft()
+                continue
+            piece, rest = cut(waiting, layout)
+            size = piece_bytes(piece, layout)
+            if self._inflight_bytes and self._inflight_bytes + size > limit:
                 return
             self._queue.popleft()
-            if not push.is_over:
-                self._inflight_bytes += size
-                self._start(push, piece, size)
+            if rest is not None:
+                push.queued(1)
+                self._queue.append((push, rest))
+            self._inflight_bytes += size
+            self._start(push, piece, size)
 
     def _coding(self, terms: TicketTerms) -> Coding | None:
         """Choose how a transfer's pieces travel; where the receiver reads the pool itself, there is no choice."""

@@ -88,14 +88,23 @@ def piece_bytes(piece: Piece, layout: BlockLayout) -> int:
     return len(piece.block_ids) * len(piece.layers) * layout.layer_bytes
 
 
-def cut(piece: Piece, layout: BlockLayout) -> list[Piece]:
-    """Cut along blocks into pieces of at most `PIECE_BYTES_MAX` (or one block, if that is larger)."""
+def cut(piece: Piece, layout: BlockLayout) -> tuple[Piece, Piece | None]:
+    """Cut along blocks: return at most `PIECE_BYTES_MAX` (or one block, if that is larger), and what is left."""
     per_block = len(piece.layers) * layout.layer_bytes
     step = min(max(PIECE_BYTES_MAX // per_block, 1), PIECE_BLOCKS_MAX)
-    return [
-        Piece(piece.first + at, piece.block_ids[at : at + step], piece.layers)
-        for at in range(0, len(piece.block_ids), step)
-    ]
+    if len(piece.block_ids) <= step:
+        return piece, None
+    rest = Piece(piece.first + step, piece.block_ids[step:], piece.layers)
+    return piece._replace(block_ids=piece.block_ids[:step]), rest
+
+
+def joined(piece: Piece, following: Piece) -> Piece | None:
+    """Return two pieces as one if they are the same blocks and neighbouring layers, as a forward pass makes them."""
+    if (piece.first, piece.layers.stop) != (following.first, following.layers.start):
+        return None
+    if piece.block_ids != following.block_ids:
+        return None
+    return piece._replace(layers=range(piece.layers.start, following.layers.stop))
 
 
 def runs_of(piece: Piece, landing_ids: Sequence[int], layout: BlockLayout) -> Runs:
@@ -109,10 +118,21 @@ def runs_of(piece: Piece, landing_ids: Sequence[int], layout: BlockLayout) -> Ru
     offset = piece.layers.start * layout.layer_bytes
     size = len(piece.layers) * layout.layer_bytes
     targets = landing_ids[piece.first : piece.first + len(piece.block_ids)]
-    assert len(targets) == len(piece.block_ids)
-    begins = np.array([piece.block_ids, targets], dtype=np.int64) * layout.block_bytes + offset
-    is_first = np.ones(begins.shape[1], dtype=np.bool_)
-    is_first[1:] = (np.diff(begins) != size).any(axis=0)
+    count = len(piece.block_ids)
+    assert len(targets) == count
+    table = np.empty((count, 3), dtype=np.int64)
+    table[:, 0] = piece.block_ids
+    table[:, 1] = targets
+    table[:, :2] *= layout.block_bytes
+    table[:, :2] += offset
+    table[:, 2] = size
+    if size < layout.block_bytes or count < 2:
+        return Runs(table)
+    is_first = np.ones(count, dtype=np.bool_)
+    np.any(table[1:, :2] - table[:-1, :2] != size, axis=1, out=is_first[1:])
     starts = np.flatnonzero(is_first)
-    lengths = np.diff(starts, append=begins.shape[1]) * size
-    return Runs(np.stack([begins[0, starts], begins[1, starts], lengths], axis=1))
+    if len(starts) < count:
+        table = table[starts]
+        table[:-1, 2] *= starts[1:] - starts[:-1]
+        table[-1, 2] *= count - starts[-1]
+    return Runs(table)

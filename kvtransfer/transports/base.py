@@ -6,11 +6,14 @@ The control connection, tickets, leases and flow control are the same for all: `
 
 import asyncio
 import socket
+from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
 from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError
 from kvtransfer.activity import Stop
+from kvtransfer.memory import Memory
 from kvtransfer.pieces import Runs
 
 
@@ -67,6 +70,36 @@ class OutboundLink(Protocol):
 
     def close(self) -> None:
         """Break the link at once: whatever was started comes to an end soon. Any number of times."""
+        ...
+
+
+class StationLink(OutboundLink, Protocol):
+    """An `OutboundLink` that notices by itself when the receiver's end is gone."""
+
+    on_broken: Callable[[BatonError], object]
+    """Set by whoever owns the control connection."""
+
+
+class Station(Protocol):
+    """A transport between hosts in this process: makes the data channels of senders and receivers."""
+
+    async def connect(self, host: str, extra: bytes, memory: Memory, threads: Executor) -> StationLink:
+        """Make the data channel that a receiver's Hello offers.
+
+        Args:
+            host: of the receiver.
+            extra: what its Hello says to this transport.
+            memory: the own pool.
+            threads: where copies run.
+
+        Raises:
+            WorkerLostError: not reachable.
+            TransferError: the offer is malformed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Break every link, and return when no buffer of ours is used any more."""
         ...
 
 

@@ -27,6 +27,7 @@ from baton_pb.v1 import transfer_pb2
 from common.errors import TransferError, WorkerLostError
 from common.logs import log
 from kvtransfer.memory import Memory
+from kvtransfer.transports import sockets
 from kvtransfer.transports.base import Greeting, LinkOwner
 from kvtransfer.transports.ucx_driver import UcxDriver
 from kvtransfer.transports.ucx_link import NAME, UcxInbound, UcxLink, UcxOutbound
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 UNPAIRED_MAX = 64
-BACKLOG = 128
 _EXTRA = struct.Struct(f"<H{TOKEN_BYTES}s")
 
 
@@ -72,7 +72,7 @@ class UcxStation:
             raise TransferError("the receiver's Hello does not offer ucx")
         port, token = _EXTRA.unpack(extra)
         try:
-            infos = await _resolve(host, port)
+            infos = await sockets.resolve(host, port)
             endpoint = ucx.UCXEndpoint.create(self.driver.worker, infos[0][4][0], port, True)
         except (ucx.UCXError, OSError) as error:
             raise WorkerLostError(f"ucx cannot reach {host}:{port}: {error}") from error
@@ -141,10 +141,7 @@ class UcxDoor:
     name = NAME
 
     def __init__(self, station: UcxStation, host: str, target: Memory, threads: Executor) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.sock = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self.sock.setblocking(False)
-        self.port: int = self.sock.getsockname()[1]
+        self.sock, self.port = sockets.listen(host)
         self._station = station
         self._target = target
         self._threads = threads
@@ -157,30 +154,3 @@ class UcxDoor:
         """Offer a data channel; it is up when the sender's endpoint has shown the token."""
         link = UcxInbound(self._station.driver, self._target, self._threads, owner)
         return Greeting(link, self._station.expect(link), is_up=False)
-
-
-async def connect_control(host: str, port: int) -> socket.socket:
-    """Return a connected TCP socket for frames; raises OSError."""
-    infos = await _resolve(host, port)
-    family, kind, proto, _, address = infos[0]
-    sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, proto)
-    try:
-        await asyncio.get_running_loop().sock_connect(sock, address)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-async def _resolve(host: str, port: int) -> list[Any]:
-    """Return what getaddrinfo does, whose tuples differ by family; raises OSError and nothing else.
-
-    Host and port stand in tickets, which other processes write: a host may be no name at all, and a port too large.
-    """
-    if not 0 < port < 1 << 16:
-        raise OSError(f"{port} is no port")
-    try:
-        return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except ValueError as error:  # an empty label, or one that is too long
-        raise OSError(f"{host!r} is no host name: {error}") from error

@@ -37,6 +37,7 @@ class Means:
 
 OURS_SHM = Means("ours, shm", "ours", "shm")
 OURS_UCX = Means("ours, ucx", "ours", "ucx")
+OURS_TCP = Means("ours, tcp", "ours", "tcp")
 MEMCPY = Means("memcpy in one process", "memcpy")
 RAW_TCP = Means("raw TCP", "tcp")
 NIXL = Means("NIXL", "nixl", "default")
@@ -47,6 +48,7 @@ ALL = (
     Means("memcpy in one process, huge pages", "memcpy-huge"),
     OURS_SHM,
     OURS_UCX,
+    OURS_TCP,
     RAW_TCP,
     NIXL,
     NIXL_TCP,

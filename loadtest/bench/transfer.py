@@ -21,6 +21,7 @@ from loadtest.bench.pairs import (
     NIXL,
     NIXL_TCP,
     OURS_SHM,
+    OURS_TCP,
     OURS_UCX,
     RAW_TCP,
     Means,
@@ -59,7 +60,7 @@ async def _rows(means: Sequence[Means], rounds: int, works: Sequence[str], scrat
         for order in ORDERS:
             rows += _means_rows(results, title, order)
     if "packing" in works:
-        rows += await _packing_rows([one for one in means if one in (OURS_SHM, OURS_UCX)], rounds, scratch)
+        rows += await _packing_rows([one for one in means if one.contender == "ours"], rounds, scratch)
     if "storm" in works:
         for one in means:
             if one.contender == "ours":
@@ -72,15 +73,19 @@ def _means_rows(results: Results, title: str, order: str) -> list[BenchRow]:
     by_name = {name: samples for (name, form), samples in results.items() if form == order}
     label = f"{title} {ORDERS[order]}"
     rows = []
-    for ours, limit, factor in ((OURS_SHM, MEMCPY, SHM_LIMIT), (OURS_UCX, RAW_TCP, TCP_LIMIT)):
+    for ours, limit, factor in (
+        (OURS_SHM, MEMCPY, SHM_LIMIT),
+        (OURS_UCX, RAW_TCP, TCP_LIMIT),
+        (OURS_TCP, RAW_TCP, TCP_LIMIT),
+    ):
         if ours.name in by_name:
             rows.append(_row(label, by_name[ours.name], ours.name, by_name.get(limit.name), limit.name, factor))
     goals = {NIXL.name: 1 / NIXL_FACTOR, NIXL_TCP.name: 1.0, MOONCAKE.name: 1.0}
     for name, samples in by_name.items():
-        if name in (OURS_SHM.name, MEMCPY.name, RAW_TCP.name):
+        if name.startswith("ours") or name in (MEMCPY.name, RAW_TCP.name):
             continue
         ours = OURS_UCX if name in (NIXL_TCP.name, MOONCAKE.name) else OURS_SHM
-        if name != OURS_UCX.name and ours.name in by_name:
+        if ours.name in by_name:
             rows.append(_row(label, by_name[ours.name], ours.name, samples, name, goals.get(name)))
     return rows
 

@@ -52,13 +52,13 @@ async def _pair(
     assert sender.num_active == receiver.num_active == 0
 
 
-@pytest.fixture(params=["fake", "shm", "ucx"])
+@pytest.fixture(params=["fake", "shm", "ucx", "tcp"])
 def make_pair(request: pytest.FixtureRequest) -> MakePair:
     """Make pairs over each implementation of the contract."""
     return lambda **settings: _pair(request.param, **settings)
 
 
-@pytest.fixture(params=["shm", "ucx"])
+@pytest.fixture(params=["shm", "ucx", "tcp"])
 def make_real_pair(request: pytest.FixtureRequest) -> MakePair:
     """Make pairs over each real transport."""
     return lambda **settings: _pair(request.param, **settings)
@@ -70,7 +70,7 @@ def make_shm_pair() -> MakePair:
     return lambda **settings: _pair("shm", **settings)
 
 
-@pytest.fixture(params=["fake", "shm", "ucx"])
+@pytest.fixture(params=["fake", "shm", "ucx", "tcp"])
 def with_pair(request: pytest.FixtureRequest) -> Run:
     """Run a coroutine function with a pair, over each implementation, under a limit of time."""
 

@@ -48,6 +48,7 @@ async def push_all(pair: Any, endpoint: bool = False) -> None:
     try:
         for layers in GROUPS:
             push.announce(0, SOURCES, layers)
+            await asyncio.sleep(0)  # what is announced in one go travels as one piece
         await asyncio.gather(push.finish(), landing.landed())
     finally:
         await push.abort("over")

@@ -5,6 +5,8 @@ import gc
 import random
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -31,6 +33,7 @@ from kvtransfer.ticket import make_ticket
 from kvtransfer.transports import shm
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
+ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = SMALL_LAYOUT.block_bytes
 
 
@@ -85,6 +88,49 @@ def test_auto_takes_ucx_to_another_host() -> None:
             assert [entry.fallbacks for entry in pair.sender.stats()] == [0]
 
     asyncio.run(test())
+
+
+def test_auto_takes_plain_tcp_to_a_host_without_ucx(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), auto_pair() as pair:
+            pair.receiver.address.host_id = "elsewhere"
+            pair.receiver.address.ucx_port = 0
+
+            assert await transfer(pair, [1], [2]) == "tcp"
+            assert [entry.fallbacks for entry in pair.sender.stats()] == [1]
+
+    asyncio.run(test())
+    assert "SLOW PATH: ucx cannot be used there" in caplog.text
+
+
+WITHOUT_UCX = """
+import asyncio, sys
+sys.modules["ucxx"] = None  # what an import of a package that is not there comes to
+from common.config import TransferConfig
+from kvtransfer.endpoint import TransferEndpoint
+from kvtransfer.fake import FakeBlockStore
+
+async def main():
+    stores = FakeBlockStore(), FakeBlockStore()
+    stores[0].fill(2, 7)
+    ends = [await TransferEndpoint.start(f"end-{i}", "127.0.0.1", s, TransferConfig()) for i, s in enumerate(stores)]
+    ends[1].address.host_id = "elsewhere"
+    landing = ends[1].grant([1], 0)
+    push = await ends[0].open_push(landing.ticket)
+    push.announce(0, [2])
+    await push.finish()
+    print((await landing.landed()).transport, stores[1].block(1) == stores[0].block(2))
+    for end in ends:
+        await end.close()
+
+asyncio.run(main())
+"""
+
+
+def test_without_ucx_installed_hosts_are_joined_by_plain_tcp() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_UCX], capture_output=True, text=True, cwd=ROOT, check=False)
+
+    assert done.stdout.split() == ["tcp", "True"], done.stderr
 
 
 def test_an_unreachable_socket_on_the_same_host_is_a_counted_and_logged_fallback(
@@ -147,6 +193,7 @@ def test_a_receiver_that_restarted_is_found_and_its_old_tickets_are_refused(make
             try:
                 old.receiver.shm_path = pair.receiver.address.shm_path
                 old.receiver.ucx_port = pair.receiver.address.ucx_port
+                old.receiver.tcp_port = pair.receiver.address.tcp_port
                 with pytest.raises(TransferError, match="earlier life"):
                     await pair.sender.open_push(old)
                 await transfer(pair, [1], [4])
@@ -172,11 +219,12 @@ def test_a_sender_that_restarted_is_served(make_real_pair: MakePair) -> None:
 def test_connecting_and_closing_over_and_over_leaves_no_descriptor(make_real_pair: MakePair) -> None:
     async def test() -> None:
         async with asyncio.timeout(60), make_real_pair() as pair:
-            transport = "shm" if pair.receiver.address.shm_path else "ucx"
+            address = pair.receiver.address
+            transport = "shm" if address.shm_path else "ucx" if address.ucx_port else "tcp"
             config = TransferConfig.model_validate({"transport": transport})
             gc.collect()  # pools of earlier tests
             counts = []
-            for cycle in range(100 if transport == "shm" else 20):  # UCX takes 100 ms to start and connect
+            for cycle in range(20 if transport == "ucx" else 100):  # UCX takes 100 ms to start and connect
                 sender = await TransferEndpoint.start(f"sender-{cycle % 3}", "127.0.0.1", pair.source, config)
                 landing = pair.receiver.grant([1], 0)
                 push = await sender.open_push(landing.ticket)
@@ -499,7 +547,7 @@ class TransferMachine(RuleBasedStateMachine):
             self.runner.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "ucx"])
+@pytest.mark.parametrize("transport", ["shm", "ucx", "tcp"])
 def test_any_history_leaves_every_block_to_its_owner(transport: str) -> None:
     machine = type("Machine", (TransferMachine,), {"transport": transport})
     run_state_machine_as_test(

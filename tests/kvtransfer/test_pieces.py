@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from common.errors import TransferError
 from kvtransfer.coverage import Coverage
 from kvtransfer.fake import SMALL_LAYOUT
-from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, cut, piece_bytes, runs_of
+from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, cut, joined, piece_bytes, runs_of
 
 unhurried = settings(deadline=None, max_examples=50)
 LAYERS = SMALL_LAYOUT.num_layers
@@ -42,13 +42,24 @@ def test_neighbours_on_both_sides_become_one_run() -> None:
 @given(st.integers(1, 100), st.integers(1, 200))
 def test_cutting_keeps_all_blocks_and_bounds_the_bytes(count: int, head_dim: int) -> None:
     layout = SMALL_LAYOUT._replace(head_dim=head_dim * 64)
-    piece = Piece(3, tuple(range(count)), range(1, 3))
+    rest: Piece | None = Piece(3, tuple(range(count)), range(1, 3))
+    parts = []
 
-    parts = cut(piece, layout)
+    while rest is not None:
+        part, rest = cut(rest, layout)
+        parts.append(part)
 
     assert [block for part in parts for block in part.block_ids] == list(range(count))
     assert [part.first for part in parts] == [3 + part.block_ids[0] for part in parts]
     assert all(piece_bytes(part, layout) <= PIECE_BYTES_MAX or len(part.block_ids) == 1 for part in parts)
+
+
+def test_neighbouring_layers_of_the_same_blocks_become_one_piece() -> None:
+    piece = Piece(2, (7, 9), range(1))
+
+    assert joined(piece, Piece(2, (7, 9), range(1, 3))) == Piece(2, (7, 9), range(3))
+    for other in (Piece(2, (7, 9), range(2, 3)), Piece(3, (7, 9), range(1, 3)), Piece(2, (9, 7), range(1, 3))):
+        assert joined(piece, other) is None
 
 
 @unhurried

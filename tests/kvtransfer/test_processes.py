@@ -134,7 +134,7 @@ def is_marked(store: FakeBlockStore) -> bool:
     return all(store.block(block) == bytes([MARK]) * LAYOUT.block_bytes for block in range(NUM_BLOCKS))
 
 
-@pytest.mark.parametrize("transport", ["shm", "ucx"])
+@pytest.mark.parametrize("transport", ["shm", "ucx", "tcp"])
 def test_bytes_cross_both_ways_and_a_receiver_killed_in_full_flow_is_lost_at_once(transport: str) -> None:
     async def test() -> None:
         async with asyncio.timeout(60), peer(transport) as child, own(transport) as (endpoint, store):
@@ -170,7 +170,7 @@ def test_bytes_cross_both_ways_and_a_receiver_killed_in_full_flow_is_lost_at_onc
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("transport", ["shm", "ucx"])
+@pytest.mark.parametrize("transport", ["shm", "ucx", "tcp"])
 def test_a_sender_frozen_or_killed_in_full_flow_cannot_write_after_the_abort(transport: str) -> None:
     async def test() -> None:
         async with asyncio.timeout(60), peer(transport) as child, own(transport) as (endpoint, store):

@@ -1,0 +1,153 @@
+"""Plain TCP between hosts: the baseline, and what is left where UCX cannot be used.
+
+A data connection beside the control connection carries the pieces in the order of their Ready frames, each behind a
+header of tag and length, gathered from one pool and scattered into the other by the kernel. The data connection is
+tied to its control connection by a token from the receiver's Hello, its first bytes. They live and die together.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+
+from baton_pb.v1 import transfer_pb2
+from common.errors import TransferError, WorkerLostError
+from common.logs import log
+from kvtransfer.memory import Memory
+from kvtransfer.transports import sockets
+from kvtransfer.transports.base import Greeting, LinkOwner
+from kvtransfer.transports.tcp_link import NAME, TcpInbound, TcpOutbound
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+UNPAIRED_MAX = 64
+_EXTRA = struct.Struct(f"<H{TOKEN_BYTES}s")
+
+
+class TcpStation:
+    """Where senders' data connections arrive. Owned by the loop.
+
+    Args:
+        host: address to listen on.
+        connect_timeout_s: a data connection that has not shown its token by then is closed.
+        on_refused: called for each that belongs to no sender.
+    """
+
+    def __init__(self, host: str, connect_timeout_s: float, on_refused: Callable[[], None]) -> None:
+        self._sock, self._port = sockets.listen(host)
+        self._connect_timeout_s = connect_timeout_s
+        self._on_refused = on_refused
+        self._loop = asyncio.get_running_loop()
+        self._expected: dict[bytes, TcpInbound] = {}
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._links: set[TcpInbound | TcpOutbound] = set()
+        self._loop.add_reader(self._sock, self._accept)
+
+    def expect(self, link: TcpInbound) -> bytes:
+        """Return what a sender needs to reach `link`: port and token."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._expected[token] = link
+        self._links.add(link)
+        link.on_closed = partial(self._forget, link, token)
+        return _EXTRA.pack(self._port, token)
+
+    async def connect(self, host: str, extra: bytes, memory: Memory, threads: Executor) -> TcpOutbound:  # noqa: ARG002
+        """Make the data connection that a receiver's Hello offers.
+
+        Raises:
+            WorkerLostError: not reachable.
+            TransferError: the offer is malformed.
+        """
+        if len(extra) != _EXTRA.size:
+            raise TransferError("the receiver's Hello does not offer tcp")
+        port, token = _EXTRA.unpack(extra)
+        try:
+            sock = await sockets.connect(host, port)
+        except OSError as error:
+            raise WorkerLostError(f"tcp cannot reach {host}:{port}: {error}") from error
+        link = TcpOutbound(sock, memory, token)
+        self._links.add(link)
+        link.on_closed = partial(self._links.discard, link)
+        return link
+
+    async def close(self) -> None:
+        """Close the door and every connection."""
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+        for link in list(self._links):
+            link.close()
+        greeting = list(self._greeting)
+        for task in greeting:
+            task.cancel()
+        if greeting:
+            await asyncio.wait(greeting)
+
+    def _forget(self, link: TcpInbound, token: bytes) -> None:
+        self._expected.pop(token, None)
+        self._links.discard(link)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:  # gone again, or out of descriptors: the next event tries again
+            return
+        sock.setblocking(False)
+        if len(self._greeting) >= UNPAIRED_MAX:
+            self._turn_away(sock)
+            return
+        task = self._loop.create_task(self._greet(sock))
+        self._greeting.add(task)
+        task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Pair a connection with the link whose token it shows."""
+        token = b""
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(self._connect_timeout_s):
+                    while len(token) < TOKEN_BYTES:
+                        data = await self._loop.sock_recv(sock, TOKEN_BYTES - len(token))
+                        if not data:
+                            break
+                        token += data
+        except BaseException:
+            sock.close()
+            raise
+        link = self._expected.pop(token, None)
+        if link is None:
+            self._turn_away(sock)
+        else:
+            link.attach(sock)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        sock.close()
+        self._on_refused()
+        log(logger, logging.WARNING, "turned a tcp data connection away: it belongs to no sender")
+
+
+class TcpDoor:
+    """Implements `Door`: a TCP socket for control connections."""
+
+    name = NAME
+
+    def __init__(self, station: TcpStation, host: str, target: Memory, threads: Executor) -> None:
+        self.sock, self.port = sockets.listen(host)
+        self._station = station
+        self._target = target
+        self._threads = threads
+
+    def check(self, sock: socket.socket) -> None:
+        """Send small frames at once. Anybody may connect: the ticket's secret decides."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def greet(self, hello: transfer_pb2.Hello, fd: int | None, owner: LinkOwner) -> Greeting:  # noqa: ARG002
+        """Offer a data connection; it is up when the sender has shown the token on it."""
+        link = TcpInbound(self._target, self._threads, owner)
+        return Greeting(link, self._station.expect(link), is_up=False)
