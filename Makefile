@@ -9,7 +9,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
-.PHONY: bench-exposed bench-transfer bench-peers clean
+.PHONY: bench-exposed bench-codecs bench-transfer bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -67,6 +67,9 @@ bench-interference: install
 
 bench-exposed: install
 	$(BIN)/python -m loadtest.bench.exposed $(BENCH_ARGS)
+
+bench-codecs: install
+	@$(BIN)/baton bench codecs $(BENCH_ARGS)
 
 bench-transfer: install
 	@$(BIN)/baton bench transfer $(BENCH_ARGS)

@@ -138,9 +138,9 @@ class TransferConfig(Node):
     codec: Literal["auto", "raw", "lossless", "int8", "fp8"] = "auto"
     """What blocks are coded in that come to this worker over a wire. `auto`: raw, or lossless where the link is what
     everybody waits for. int8 and fp8 change values; see transfer.codec_kl_max."""
-    codec_kl_max: Annotated[float, Field(ge=0)] = 0.01
-    """Most that a codec may change what the model says: mean KL divergence of the next token's distribution, nats,
-    measured at the start on the served model. A codec that changes more is refused."""
+    codec_kl_max: Annotated[float, Field(ge=0)] = 0.002
+    """Most that a codec of transfers or tiers may change what the model says: mean KL divergence of the next token's
+    distribution, nats, measured at each worker's start on the served model. A codec that changes more is refused."""
     sealed: bool = False
     """Encrypt what comes to this worker over a wire (AES-256-GCM, a key for each ticket). Memory of one host is shared
     as it is. The key travels with the request: the control plane has to be private for itself."""

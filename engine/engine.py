@@ -11,6 +11,7 @@ from baton_pb.v1 import common_pb2, worker_pb2
 from common.config import EngineConfig
 from common.errors import InvalidRequestError
 from engine.block_pool import BlockPool
+from engine.codec_bound import CodecBound
 from engine.grammar import Grammars
 from engine.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
@@ -58,21 +59,23 @@ class Engine:
         self._grammars = grammars
 
     @classmethod
-    def load(cls, model_dir: Path, config: EngineConfig, model_id: str) -> "Engine":
+    def load(cls, model_dir: Path, config: EngineConfig, model_id: str, bound: CodecBound | None = None) -> "Engine":
         """Load a model and make its pool. Blocks for seconds.
 
         Args:
             model_dir: folder with config.json, safetensors and tokenizer; or a `.gguf` file.
             config: backend, weight format, pool size, threads.
             model_id: name that handshakes compare.
+            bound: codecs that this worker's blocks go through, and what these may change; None: none does.
 
         Raises:
-            ConfigError: missing, corrupt or unsupported model or setting; the message names it.
+            ConfigError: missing, corrupt or unsupported model or setting, or a codec that changes too much; the message
+                names it.
         """
         # Loading needs torch, which takes a second to import; schedulers and fakes do without.
         from engine.loading import load_runner
 
-        return cls(*load_runner(model_dir, config, model_id))
+        return cls(*load_runner(model_dir, config, model_id, bound))
 
     def open_tiers(self, config: EngineConfig, worker_id: str, model_dir: Path) -> None:
         """Keep what the pool evicts, if the config says so. Whoever owns the loop runs `tiers.run`.

@@ -7,7 +7,9 @@ from typing import NamedTuple
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import log
-from engine.backend import BackendFacts, load_backend
+from engine.backend import Backend, BackendFacts, load_backend
+from engine.codec_bound import CodecBound
+from engine.codec_quality import Scorer, prose, require_fidelity
 from engine.grammar import Grammars
 from engine.kv_cache import KVCache, blocks_within
 from engine.model_runner import ModelRunner
@@ -15,6 +17,15 @@ from engine.step import Limits
 from kvtransfer.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """A backend with its pool."""
+
+    name: str
+    backend: Backend
+    kv: KVCache
+    context_tokens: int
 
 
 class Loaded(NamedTuple):
@@ -26,8 +37,8 @@ class Loaded(NamedTuple):
     grammars: Grammars | None
 
 
-def load_runner(model_dir: Path, config: EngineConfig, model_id: str) -> Loaded:
-    """Load what `Engine.load` puts together; see there for arguments and errors."""
+def load_parts(model_dir: Path, config: EngineConfig, model_id: str) -> Parts:
+    """Load a backend and attach a pool to it; see `Engine.load` for arguments and errors."""
     name, backend = load_backend(model_dir, config)
     try:
         facts = backend.facts
@@ -41,8 +52,7 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str) -> Loaded:
             facts.head_dim,
         )
         kv = KVCache(layout, config.pool_blocks or blocks_within(layout, config.pool_mib))
-        runner = ModelRunner(name, backend, kv, config.threads)
-        grammars = Grammars.load(model_dir, facts.vocab_tokens, facts.eos_token_ids)
+        backend.attach(kv)
     except BaseException:
         backend.close()
         raise
@@ -57,6 +67,22 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str) -> Loaded:
         blocks=kv.num_blocks,
         block_bytes=layout.block_bytes,
     )
+    return Parts(name, backend, kv, context_tokens)
+
+
+def load_runner(model_dir: Path, config: EngineConfig, model_id: str, bound: CodecBound | None) -> Loaded:
+    """Load what `Engine.load` puts together; see there for arguments and errors."""
+    name, backend, kv, context_tokens = load_parts(model_dir, config, model_id)
+    facts = backend.facts
+    try:
+        if bound is not None:
+            require_fidelity(Scorer(backend, kv, context_tokens), bound, prose(model_dir, facts.vocab_tokens))
+        grammars = Grammars.load(model_dir, facts.vocab_tokens, facts.eos_token_ids)
+        runner = ModelRunner(name, backend, kv, config.threads)
+    except BaseException:
+        backend.close()
+        kv.close()
+        raise
     return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids), grammars)
 
 

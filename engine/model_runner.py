@@ -21,7 +21,7 @@ class ModelRunner:
 
         Args:
             name: of the backend, for status.
-            backend: loaded, not attached yet.
+            backend: loaded, attached to `kv`.
             kv: the pool.
             threads: compute threads; 0: as many as this process may run on.
         """
@@ -31,7 +31,6 @@ class ModelRunner:
         self._sampler = Sampler(backend.facts.eos_token_ids)
         self._threads = threads or len(os.sched_getaffinity(0))
         self._compute_thread: int | None = None
-        backend.attach(kv)
 
     @torch.inference_mode()
     def run(self, batch: Seq[ScheduledChunk], watch: LayerWatch | None) -> list[TokenOutput | None]:

@@ -10,6 +10,7 @@ from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.config import EngineConfig, TransferConfig
 from common.errors import BatonError, WorkerLostError
 from common.logs import log
+from engine.codec_bound import CodecBound
 from engine.engine import Engine
 from engine.holder import HolderService, HoldingLoop
 from engine.prefix_loader import PrefixLoader
@@ -108,7 +109,7 @@ async def start_worker(
     Raises:
         ConfigError: a model or setting that this machine cannot serve.
     """
-    loaded = await asyncio.to_thread(Engine.load, model_dir, engine, model_id)
+    loaded = await asyncio.to_thread(Engine.load, model_dir, engine, model_id, CodecBound.of(engine, transfer))
     try:
         loaded.open_tiers(engine, worker_id, model_dir)
         endpoint = await TransferEndpoint.start(worker_id, host, loaded.kv, transfer)

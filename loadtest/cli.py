@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from common.errors import BatonError, ConfigError
+from loadtest.bench import codecs as codecs_bench
 from loadtest.bench import transfer as transfer_bench
 from loadtest.capacity import measure_capacity
 from loadtest.client import BatonTarget, Target
@@ -65,6 +66,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 bench.command("transfer")(transfer_bench.main)
+bench.command("codecs")(codecs_bench.main)
 
 _SEARCH = "find-goodput"
 

@@ -16,9 +16,10 @@ class Slabs(NamedTuple):
 
     @classmethod
     def of(cls, layout: BlockLayout, num_blocks: int, num_layers: int) -> "Slabs":
-        """Return what so many layers of so many blocks are made of."""
+        """Return what so many layers of so many blocks are made of; a pool's own scales count as further values."""
         num_slabs = 2 * num_blocks * num_layers
-        return cls(num_slabs, layout.block_tokens, layout.num_kv_heads, layout.head_dim, layout.dtype)
+        row = layout.head_dim + layout.scale_bytes // DTYPE_BYTES[layout.dtype]
+        return cls(num_slabs, layout.block_tokens, layout.num_kv_heads, row, layout.dtype)
 
     @property
     def num_values(self) -> int:

@@ -50,7 +50,7 @@ _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
 class QuantisingCodec(ABC):
-    """Implements `Codec` for a type of one byte."""
+    """Implements `Codec` for a type of one byte. What has a byte a value in the pool already travels as it is."""
 
     is_lossless = False
     name: str
@@ -69,11 +69,15 @@ class QuantisingCodec(ABC):
 
     def encoded_max(self, slabs: Slabs) -> int:
         """Return the one length that there is for these slabs."""
+        if slabs.dtype not in _DTYPES:
+            return slabs.num_bytes
         return 4 * _num_scales(slabs) + slabs.num_values
 
     def encode(self, raw: memoryview, slabs: Slabs) -> memoryview:
         """Quantise; see `Codec.encode`."""
         assert raw.nbytes == slabs.num_bytes
+        if slabs.dtype not in _DTYPES:
+            return raw
         encoded = np.empty(self.encoded_max(slabs), dtype=np.uint8)
         kernel = library()
         if kernel is None:
@@ -91,6 +95,9 @@ class QuantisingCodec(ABC):
         """Multiply by the scales; see `Codec.decode`. Whatever the bytes are, the values are finite."""
         if encoded.nbytes != self.encoded_max(slabs):
             raise TransferError(f"{encoded.nbytes} bytes of {self.name} in place of {self.encoded_max(slabs)}")
+        if slabs.dtype not in _DTYPES:
+            raw[:] = encoded
+            return
         scales = np.frombuffer(encoded, dtype=np.float32, count=_num_scales(slabs))
         # The kernel multiplies by what a peer sent: a scale that is no number, or too large, would poison a block.
         if not (np.abs(scales) <= np.finfo(np.float32).max / self.largest).all():

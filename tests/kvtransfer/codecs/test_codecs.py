@@ -11,6 +11,7 @@ from kvtransfer.codecs.base import Slabs
 from kvtransfer.codecs.elements import from_float32, to_float32
 from kvtransfer.codecs.quantising import QuantisingCodec, library
 from kvtransfer.codecs.registry import CODECS, is_allowed, is_lossy
+from kvtransfer.layout import BlockLayout
 
 DTYPES = ("float32", "float16", "bfloat16")
 LOSSY = [name for name, codec in CODECS.items() if not codec.is_lossless]
@@ -93,6 +94,16 @@ def test_quantised_blocks_have_a_byte_a_value_and_three_percent_of_scales(name: 
     slabs = Slabs(60, 16, 3, 64, dtype)
 
     assert CODECS[name].encoded_max(slabs) == slabs.num_values * (1 + 4 / 128)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_blocks_of_a_byte_a_value_come_back_exactly_with_their_scales(name: str) -> None:
+    layout = BlockLayout("m", "int8", block_tokens=4, num_layers=3, num_kv_heads=2, head_dim=8)
+    slabs = Slabs.of(layout, 2, 3)
+    raw = memoryview(np.random.default_rng(1).bytes(2 * layout.block_bytes))
+
+    assert slabs.num_bytes == raw.nbytes
+    assert bytes(there_and_back(name, raw, slabs)) == bytes(raw)
 
 
 @pytest.mark.parametrize("name", LOSSY)
