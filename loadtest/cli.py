@@ -15,6 +15,7 @@ from rich.console import Console
 from common.errors import BatonError, ConfigError
 from loadtest.bench import codecs as codecs_bench
 from loadtest.bench import transfer as transfer_bench
+from loadtest.bench.common import machine
 from loadtest.capacity import measure_capacity
 from loadtest.client import BatonTarget, Target
 from loadtest.execute import InterruptedRunError, Plan, execute, find_goodput
@@ -48,6 +49,8 @@ from loadtest.records import RunFile, Slo
 from loadtest.report import write_comparison, write_report
 from loadtest.runner import RunOptions
 from loadtest.simulator.cluster import ClusterShape
+from loadtest.simulator.fitted import fitted
+from loadtest.simulator.probe import observe
 from loadtest.simulator.profile import load_profile
 from loadtest.simulator.simulate import simulate as run_simulation
 from loadtest.simulator.simulate import simulated_goodput
@@ -199,6 +202,26 @@ def simulate(
         else:
             result = simulated_goodput(plan, model, shape, goodput)
         _deliver(result, goodput, output, report, as_json)
+
+
+@app.command()
+def profile(
+    target: Annotated[str, typer.Argument(help="HOST:PORT of Baton's gRPC API; nobody else should use the cluster.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="YAML file to write, for `simulate --profile`.")],
+    name: Annotated[str | None, typer.Option(help="Of the profile; default: the file's.")] = None,
+    where: Annotated[str | None, typer.Option(help="What the cluster runs on; default: this machine.")] = None,
+) -> None:
+    """Fit a cost model to a running cluster: prompts of several lengths, batches of several sizes, a minute or two."""
+    with _one_line_errors():
+        seen = asyncio.run(observe(target.removeprefix("grpc://")))
+        made = fitted(seen, name or output.stem, where or machine())
+        made.save(output)
+        step, link = made.profile.step, made.profile.link
+        typer.echo(
+            f"{output}: a step takes {step.base_s * 1e3:.2f} ms, {step.token_s * 1e3:.3f} for each prompt token and "
+            f"{step.sequence_s * 1e3:.2f} for each sequence; link {link.bytes_per_s / 1e9:.2f} GB/s; "
+            f"median error {made.error:.1%}"
+        )
 
 
 @contextmanager
