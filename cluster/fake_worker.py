@@ -42,6 +42,8 @@ class FakeModel:
     hash_probe: bytes | None = None
     """None: the right one."""
     generation: int = 1
+    running_max: int = 0
+    """Sequences beyond which the router takes it for full; 0: never."""
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +210,7 @@ class FakeWorker:
             num_blocks=model.num_blocks,
             context_tokens=model.context_tokens,
             backend="fake",
+            limits=worker_pb2.WorkerLimits(running_max=model.running_max),
         )
 
     async def reports(self, heartbeat_s: float) -> AsyncIterator[worker_pb2.WorkerReport]:

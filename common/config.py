@@ -155,6 +155,15 @@ class RouterConfig(Node):
 
     policy: Literal["round_robin", "least_loaded", "prefix", "cost"] = "cost"
     """How a worker is chosen."""
+    prefill_ahead_s: Seconds = 2.0
+    """Work that one worker is given ahead of what it prefills; further requests wait at the router, where their order
+    is decided."""
+    queue_max: Positive = 1024
+    """Most requests that wait at the router; beyond it the lowest class is shed."""
+    queue_patience_s: Seconds = 10.0
+    """Longest time by which a request with a nearer target or deadline may overtake an earlier one of its tenant."""
+    queue_wait_max_s: Seconds = 300.0
+    """Nobody waits longer; who would have to is refused at once, with the time after which to try again."""
 
 
 class HttpConfig(Node):
@@ -204,8 +213,9 @@ class GatewayConfig(Node):
     """Port of the gRPC API; 0: any free one."""
     http_port: Port = 8000
     """Port of the OpenAI API; 0: any free one."""
-    running_max: Positive = 512
-    """Most requests at once; beyond it a request is refused with RESOURCE_EXHAUSTED."""
+    running_max: Positive = 4096
+    """Most requests at once, those that wait at the router included: what the gateway's memory bears. More than
+    router.queue_max, so that it is the router that decides who is refused."""
     message_bytes_max: Positive = 64 * 1024 * 1024
     """Largest gRPC message."""
     prompt_tokens_max: Positive | None = None
@@ -315,6 +325,15 @@ class ClusterConfig(Node):
     def _has_somebody_to_decode(self) -> "ClusterConfig":
         if self.decode.workers + self.both.workers == 0:
             raise ValueError("decode.workers and both.workers are both 0: nobody could decode")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_one_queue(self) -> "ClusterConfig":
+        if self.gateway.running_max <= self.router.queue_max:
+            raise ValueError(
+                f"gateway.running_max, {self.gateway.running_max}, must be above router.queue_max, "
+                f"{self.router.queue_max}: else the gateway refuses before the router can shed the lowest class"
+            )
         return self
 
 

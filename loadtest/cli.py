@@ -37,6 +37,7 @@ from loadtest.options import (
     SeedOption,
     SessionsOption,
     TargetArgument,
+    TargetsOption,
     TimeoutOption,
     TpotOption,
     TtftOption,
@@ -86,6 +87,7 @@ def run(
     seed: SeedOption = 0,
     slo_ttft: TtftOption = 2.0,
     slo_tpot: TpotOption = 0.2,
+    targets: TargetsOption = False,
     timeout: TimeoutOption = 300.0,
     ignore_eos: IgnoreEosOption = True,
     output: OutputOption = None,
@@ -104,8 +106,10 @@ def run(
 ) -> None:
     """Send one workload, once or at one rate after the other."""
     with _one_line_errors():
-        options = RunOptions(seed=seed, duration_s=duration, timeout_s=timeout, ignore_eos=ignore_eos)
-        plan = _plan(workload, arrival, sessions, Slo(slo_ttft, slo_tpot), options)
+        slo = Slo(slo_ttft, slo_tpot)
+        asked = slo if targets else None
+        options = RunOptions(seed, duration, timeout, ignore_eos, asked)
+        plan = _plan(workload, arrival, sessions, slo, options)
         connect = partial(_target, target, model, context_tokens, vocab_tokens, words, api_key_file)
         is_search = search or context.info_name == _SEARCH
         goodput = GoodputSearch(first_rate, ATTAINMENT, precision) if is_search else None
@@ -175,6 +179,9 @@ def simulate(
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     both: Annotated[int, typer.Option(min=0, help="Colocated workers.")] = 0,
     policy: Annotated[str, typer.Option(help="Of the router.")] = "prefix",
+    admission: Annotated[
+        bool, typer.Option(help="Requests wait at the router, not at a worker, when all have enough to do.")
+    ] = True,
     workload: WorkloadOption = "synthetic",
     arrival: ArrivalOption = "poisson:rate=0.5",
     sessions: SessionsOption = None,
@@ -182,6 +189,7 @@ def simulate(
     seed: SeedOption = 0,
     slo_ttft: TtftOption = 2.0,
     slo_tpot: TpotOption = 0.2,
+    targets: TargetsOption = False,
     output: OutputOption = None,
     report: ReportOption = None,
     as_json: JsonOption = False,
@@ -193,8 +201,10 @@ def simulate(
 ) -> None:
     """Play a workload against a cluster that exists only as a cost model, with the real router, on a virtual clock."""
     with _one_line_errors():
-        plan = _plan(workload, arrival, sessions, Slo(slo_ttft, slo_tpot), RunOptions(seed=seed, duration_s=duration))
-        shape = ClusterShape(prefill, decode, both, policy)
+        slo = Slo(slo_ttft, slo_tpot)
+        options = RunOptions(seed=seed, duration_s=duration, targets=slo if targets else None)
+        plan = _plan(workload, arrival, sessions, slo, options)
+        shape = ClusterShape(prefill, decode, both, policy, admission)
         goodput = GoodputSearch(first_rate, ATTAINMENT, precision) if search else None
         model = load_profile(profile)
         if goodput is None:

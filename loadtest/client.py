@@ -11,7 +11,7 @@ from baton_pb.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from common.errors import BatonError, NotFoundError, WorkerLostError
 from common.status import typed_rpc_errors
 from loadtest.content import ChatPrompt, Prompt, TextPrompt, TokenPrompt, token_ids
-from loadtest.records import RequestRecord, ServerTiming
+from loadtest.records import RequestRecord, ServerTiming, Slo
 
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -39,6 +39,8 @@ class ClientRequest:
     ignore_eos: bool
     timeout_s: float
     seed: int
+    targets: Slo | None = None
+    """What it asks of the service; for Baton only."""
 
 
 @dataclass(slots=True)
@@ -173,6 +175,8 @@ class BatonTarget:
                 max_tokens=request.output_tokens, temperature=0, ignore_eos=request.ignore_eos, seed=request.seed
             ),
         )
+        if request.targets is not None:
+            message.ttft_target_s, message.tpot_target_s = request.targets.ttft_s, request.targets.tpot_s
         match request.prompt:
             case TokenPrompt():
                 message.token_ids.ids.extend(token_ids(request.prompt, self._vocab_tokens))

@@ -49,3 +49,6 @@ WordsOption = Annotated[bool, typer.Option("--words", help="Send words in place 
 KeyOption = Annotated[Path | None, typer.Option(help="File that holds the bearer token (OpenAI targets).")]
 RateOption = Annotated[float, typer.Option("--first-rate", min=0.0001, help="Sessions per second to begin with.")]
 PrecisionOption = Annotated[float, typer.Option(min=0.001, help="End of the search: relative width of the bracket.")]
+TargetsOption = Annotated[
+    bool, typer.Option("--targets", help="Each request asks for the SLO: one that would miss it is refused at once.")
+]

@@ -11,7 +11,7 @@ from common.errors import BatonError, ConfigError
 from loadtest.arrivals import Arrival, ClosedArrival, PacedArrival, TraceArrival
 from loadtest.client import ClientRequest, StreamLog, Target
 from loadtest.content import continued
-from loadtest.records import RequestRecord
+from loadtest.records import RequestRecord, Slo
 from loadtest.workload import Session
 
 
@@ -48,6 +48,8 @@ class RunOptions:
     """Deadline of each request."""
     ignore_eos: bool = True
     """Generate exactly as many tokens as asked."""
+    targets: Slo | None = None
+    """What each request asks of the service: one that would miss it is refused at once. None: nothing."""
     inflight_max: int = 20_000
     """Most sessions at once. Beyond it arrivals wait in the client, and the wait counts as latency."""
 
@@ -131,6 +133,7 @@ class LoadRun:
                 ignore_eos=self._options.ignore_eos,
                 timeout_s=self._options.timeout_s,
                 seed=self._options.seed + session.number,
+                targets=self._options.targets,
             )
             log = await self._ask(request, session.number, number, intended)
             if log is None or number + 1 == len(session.turns):

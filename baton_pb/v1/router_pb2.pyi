@@ -237,6 +237,7 @@ class RouterReply(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     @_builtins.property
     def placement(self) -> Global___WorkerPlacement: ...
@@ -246,6 +247,10 @@ class RouterReply(_message.Message):
     def facts(self) -> Global___ClusterFacts:
         """Unasked: when the session begins, if known, and at each change."""
 
+    @_builtins.property
+    def queued(self) -> Global___Queued:
+        """It waits for room; the placement or an error follows."""
+
     def __init__(
         self,
         *,
@@ -253,16 +258,37 @@ class RouterReply(_message.Message):
         placement: Global___WorkerPlacement | None = ...,
         error: _common_pb2.Error | None = ...,
         facts: Global___ClusterFacts | None = ...,
+        queued: Global___Queued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "reply", b"reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "queued", b"queued", "reply", b"reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "reply", b"reply", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "queued", b"queued", "reply", b"reply", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["placement", "error", "facts"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["placement", "error", "facts", "queued"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
 Global___RouterReply: _TypeAlias = RouterReply  # noqa: Y015
+
+@_typing.final
+class Queued(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAIT_MAX_S_FIELD_NUMBER: _builtins.int
+    wait_max_s: _builtins.float
+    """The answer comes by then; seconds."""
+    def __init__(
+        self,
+        *,
+        wait_max_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wait_max_s", b"wait_max_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Queued: _TypeAlias = Queued  # noqa: Y015
 
 @_typing.final
 class ClusterFacts(_message.Message):
@@ -449,10 +475,13 @@ class RouterStatus(_message.Message):
     PLACEMENTS_TOTAL_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     reservations: _builtins.int
     indexed_blocks: _builtins.int
     placements_total: _builtins.int
+    queued: _builtins.int
+    """Requests that wait for room."""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -466,10 +495,11 @@ class RouterStatus(_message.Message):
         placements_total: _builtins.int = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        queued: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "indexed_blocks", b"indexed_blocks", "placements_total", b"placements_total", "policy", b"policy", "reservations", b"reservations", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "indexed_blocks", b"indexed_blocks", "placements_total", b"placements_total", "policy", b"policy", "queued", b"queued", "reservations", b"reservations", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

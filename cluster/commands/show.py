@@ -88,6 +88,7 @@ def status_json(status: admin_pb2.ClusterStatus) -> dict[str, Any]:
         "router": {
             "policy": status.router.policy,
             "reservations": status.router.reservations,
+            "queued": status.router.queued,
             "indexed_blocks": status.router.indexed_blocks,
             "placements_total": status.router.placements_total,
             "counters": dict(status.router.counters),
@@ -148,7 +149,8 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
     console.print(f"model {model['id']}, up {status['uptime']:.0f} s, gateway {gateway['address']}")
     console.print(
         f"router: policy {router['policy']}, {router['indexed_blocks']} blocks indexed, "
-        f"{router['reservations']} reservations; gateway: {gateway['running_requests']} running, "
+        f"{router['reservations']} reservations, {router['queued']} queued; "
+        f"gateway: {gateway['running_requests']} running, "
         f"{gateway['requests_total']} requests so far; transports: {', '.join(status['transports']) or 'none used yet'}"
     )
     table = Table(box=box.SIMPLE, title="blocks: free, used, kept; queued: tokens", title_justify="left")

@@ -26,6 +26,16 @@ _STATUS_TIMEOUT_S = 2.0
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _RETRY_AFTER_S = 1.0
+_ASKS_MAX = 4
+"""Sessions that may break while one request waits for its placement."""
+
+
+class _Question:
+    """A placement that was asked for and not answered. Owned by the task that asks."""
+
+    def __init__(self, deadline: float) -> None:
+        self.answer: asyncio.Future[router_pb2.RouterReply] = asyncio.get_running_loop().create_future()
+        self.limit = asyncio.timeout_at(deadline)
 
 
 class _SessionLostError(Exception):
@@ -118,7 +128,7 @@ class RouterClient:
         self._has_facts = asyncio.Event()
         self._outbox = Outbox[router_pb2.RouterCommand](_OUTBOX_MAX)
         self._call: Any = None  # grpc.aio's call types are generic in ways that cannot be named
-        self._answers: dict[str, asyncio.Future[router_pb2.RouterReply]] = {}
+        self._questions: dict[str, _Question] = {}
         self._live: dict[str, Reservation] = {}
         self._count = 0
 
@@ -129,13 +139,14 @@ class RouterClient:
             WorkerLostError: no router within the time to wait, or no worker.
             BatonError: the router's own answer.
         """
-        deadline = asyncio.get_running_loop().time() + self._wait_s
-        while True:
+        for _ in range(_ASKS_MAX):
+            deadline = asyncio.get_running_loop().time() + self._wait_s
             await self._wait(self._connected, deadline, f"the router at {self._address} is away")
             try:
                 return await self._ask(wanted, deadline)
             except _SessionLostError:
-                continue  # it has forgotten the question; the next router is asked, before the same deadline
+                continue  # it has forgotten the question, or its place in the queue; the next router is asked
+        raise WorkerLostError(f"the router at {self._address} was lost {_ASKS_MAX} times", _RETRY_AFTER_S)
 
     async def known_facts(self) -> router_pb2.ClusterFacts:
         """Return what the workers agree on; wait for the first one to be ready.
@@ -176,7 +187,7 @@ class RouterClient:
         finally:
             self._connected.clear()
             self._outbox.close()
-            self._forget_answers()
+            self._forget_questions()
             if self._call is not None:
                 self._call.cancel()
             await self._channel.close(None)
@@ -202,12 +213,11 @@ class RouterClient:
     async def _ask(self, wanted: Wanted, deadline: float) -> Reservation:
         self._count += 1
         reservation_id = f"{self._gateway_id}.{self._count}"
-        answer = asyncio.get_running_loop().create_future()
-        self._answers[reservation_id] = answer
+        question = self._questions[reservation_id] = _Question(deadline)
         try:
             self.send(router_pb2.RouterCommand(place=_question(reservation_id, wanted)))
-            async with asyncio.timeout_at(deadline):
-                reply = await answer
+            async with question.limit:
+                reply = await question.answer
         except BaseException as error:
             # Whoever leaves without an answer gives back what may have been reserved meanwhile.
             self._send_release(reservation_id)
@@ -215,7 +225,7 @@ class RouterClient:
                 raise WorkerLostError(f"the router did not answer for {self._wait_s:g} s", _RETRY_AFTER_S) from error
             raise
         finally:
-            del self._answers[reservation_id]
+            del self._questions[reservation_id]
         if reply.HasField("error"):
             raise error_from_pb(reply.error)
         reservation = Reservation(self, reservation_id, wanted, reply.placement)
@@ -251,22 +261,27 @@ class RouterClient:
             if reply.HasField("facts"):
                 self.facts = reply.facts
                 self._has_facts.set()
-            elif (answer := self._answers.get(reply.reservation_id)) is not None and not answer.done():
-                answer.set_result(reply)
+            elif (question := self._questions.get(reply.reservation_id)) is not None and not question.answer.done():
+                if reply.HasField("queued"):
+                    # It waits for room, and will be answered: the limit for a router that is away does not count now.
+                    patience_s = reply.queued.wait_max_s + self._wait_s
+                    question.limit.reschedule(asyncio.get_running_loop().time() + patience_s)
+                else:
+                    question.answer.set_result(reply)
 
     async def _lose(self, reason: str) -> None:
         was_connected = self._connected.is_set()
         self._connected.clear()
         self._outbox.close()
-        self._forget_answers()
+        self._forget_questions()
         if was_connected:
             log(_LOG, logging.WARNING, f"router lost: {reason}", address=self._address)
             await self._on_change(False)
 
-    def _forget_answers(self) -> None:
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(_SessionLostError())
+    def _forget_questions(self) -> None:
+        for question in self._questions.values():
+            if not question.answer.done():
+                question.answer.set_exception(_SessionLostError())
 
 
 def _question(reservation_id: str, wanted: Wanted) -> router_pb2.PlaceRequest:

@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 from cluster.router.class_queue import Claim, ClassQueue, Entry
 from cluster.router.drain_rate import DrainRate
-from cluster.router.rotation import Rotation, Turn
+from cluster.router.rotation import Turn
 from cluster.service_level import Priority
 from common.errors import OverloadedError
 
-WEIGHTS = {Priority.HIGH: 16.0, Priority.NORMAL: 4.0, Priority.LOW: 1.0}
-"""Shares of the classes while all of them wait: nobody starves, and low traffic slows high traffic by a 21st."""
-_CLASS_QUANTUM_TOKENS = 256.0
+SHARES = {Priority.HIGH: 1.0, Priority.NORMAL: 1 / 4, Priority.LOW: 1 / 16}
+"""Tokens that a class is served for each token of the classes above it, while both wait: the lowest does not starve."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 120.0
 _RETRY_UNKNOWN_S = 1.0
 _STALE_MAX = 256
@@ -40,9 +39,10 @@ class Admission:
           │         ├──leave, expire──► (gone)
           └─refused └──pushed out by a higher class, or by a tenant that wants less──► (shed)
 
-    Order: classes by weighted deficit round robin on tokens, in each the tenants likewise with equal weights, of each
-    tenant the request that is due first. Due is the arrival plus the least of target, deadline and `patience_s`: who
-    has waited for `patience_s` is not overtaken by later requests of its tenant, so nothing starves whatever arrives.
+    Order: the highest class that waits, but for the shares of those below it; in a class the tenants by deficit round
+    robin on tokens; of each tenant the request that is due first. Due is the arrival plus the least of target, deadline
+    and `patience_s`: who has waited for `patience_s` is not overtaken by later requests of its tenant. So nothing
+    starves, whatever arrives.
     """
 
     def __init__(self, queue_max: int, patience_s: float, wait_max_s: float) -> None:
@@ -56,8 +56,9 @@ class Admission:
         self._queue_max = queue_max
         self._patience_s = patience_s
         self._wait_max_s = wait_max_s
-        self._classes = {priority.name: ClassQueue() for priority in Priority}
-        self._rotation = Rotation(lambda name: _CLASS_QUANTUM_TOKENS * WEIGHTS[Priority[name]])
+        self._classes = {priority: ClassQueue() for priority in Priority}
+        self._credit = dict.fromkeys(Priority, 0.0)
+        """Tokens of its share that a class was not served yet."""
         self._returning: deque[Entry] = deque()
         self._entries: dict[str, Entry] = {}
         self._ends: list[tuple[float, int, str]] = []  # a heap; some are of requests that are gone
@@ -127,7 +128,7 @@ class Admission:
         """Return whose turn it is; None when nobody waits."""
         if self._returning:
             return self._returning[0].claim
-        return self._next()[2].claim if len(self._rotation) else None
+        return self._next()[2].claim if self._entries else None
 
     def take(self, now_s: float) -> Claim:
         """Take the one whose turn it is out of the queue, charged to its class and tenant."""
@@ -135,10 +136,14 @@ class Admission:
             entry = self._returning.popleft()
             del self._entries[entry.claim.key]
             return entry.claim
-        class_turn, tenant_turn, entry = self._next()
-        self._rotation.serve(class_turn, entry.claim.cost_tokens)
-        self._classes[class_turn.name].rotation.serve(tenant_turn, entry.claim.cost_tokens)
-        self._rate.took(entry.claim.cost_tokens, now_s, is_busy=len(self._entries) > 1)
+        priority, turn, entry = self._next()
+        cost = entry.claim.cost_tokens
+        self._classes[priority].rotation.serve(turn, cost)
+        self._credit[priority] = max(0.0, self._credit[priority] - cost)
+        for other, group in self._classes.items():
+            if other > priority and group:
+                self._credit[other] += cost * SHARES[other]
+        self._rate.took(cost, now_s, is_busy=len(self._entries) > 1)
         self.leave(entry.claim.key)
         return entry.claim
 
@@ -150,10 +155,10 @@ class Admission:
         if entry.claim.is_admitted:
             self._returning.remove(entry)
             return entry.claim
-        name = entry.claim.level.priority.name
-        self._classes[name].remove(entry)
-        if not self._classes[name]:
-            self._rotation.remove(name)
+        priority = entry.claim.level.priority
+        self._classes[priority].remove(entry)
+        if not self._classes[priority]:
+            self._credit[priority] = 0.0
         return entry.claim
 
     def expired(self, now_s: float) -> list[Claim]:
@@ -192,14 +197,17 @@ class Admission:
         if entry.claim.is_admitted:
             self._returning.append(entry)
             return
-        name = entry.claim.level.priority.name
-        self._classes[name].add(entry)
-        self._rotation.add(name)
+        self._classes[entry.claim.level.priority].add(entry)
 
-    def _next(self) -> tuple[Turn, Turn, Entry]:
-        heads = {name: self._classes[name].next() for name in self._classes if name in self._rotation}
-        turn = self._rotation.next(lambda name: heads[name][1].claim.cost_tokens)
-        return turn, *heads[turn.name]
+    def _next(self) -> tuple[Priority, Turn, Entry]:
+        """Return the highest class that waits and its next, or that of a lower one whose share has paid for it."""
+        highest = next(priority for priority in Priority if self._classes[priority])
+        for priority in reversed(Priority):
+            if priority > highest and self._classes[priority]:
+                turn, entry = self._classes[priority].next()
+                if entry.claim.cost_tokens <= self._credit[priority]:
+                    return priority, turn, entry
+        return highest, *self._classes[highest].next()
 
     def _due_s(self, claim: Claim, now_s: float) -> float:
         slack = self._patience_s
@@ -220,9 +228,9 @@ class Admission:
     def _victim(self, entry: Entry) -> Claim:
         """Return whom to shed for a newcomer: somebody of a lower class, or of its own whose tenant wants more."""
         claim = entry.claim
-        lowest = next((priority for priority in reversed(Priority) if self._classes[priority.name]), None)
+        lowest = next((priority for priority in reversed(Priority) if self._classes[priority]), None)
         if lowest is not None and lowest >= claim.level.priority:
-            group = self._classes[lowest.name]
+            group = self._classes[lowest]
             last = group.last().claim
             wanted = group.cost_of(claim.tenant) + claim.cost_tokens
             if lowest > claim.level.priority or group.cost_of(last.tenant) > wanted:
@@ -233,15 +241,13 @@ class Admission:
     def _cost_before(self, claim: Claim, now_s: float) -> float:
         """Return about how many tokens are served before a request that joins now."""
         own = claim.level.priority
-        before = float(sum(entry.claim.cost_tokens for entry in self._returning))
-        same = self._classes[own.name].cost_before(claim.tenant, self._due_s(claim, now_s))
-        before += same
-        for priority in Priority:
-            if priority != own:
-                # While this class is served `same`, another one gets its share of it, if it wants so much.
-                share = (same + claim.cost_tokens) * WEIGHTS[priority] / WEIGHTS[own]
-                before += min(share, float(self._classes[priority.name].cost_tokens))
-        return before
+        returning = sum(entry.claim.cost_tokens for entry in self._returning)
+        before = float(self._classes[own].cost_before(claim.tenant, self._due_s(claim, now_s)))
+        higher = float(sum(group.cost_tokens for priority, group in self._classes.items() if priority < own))
+        # By its share, a class is served although higher ones wait; and while it is, lower ones get theirs.
+        before += min(higher, (before + claim.cost_tokens) / SHARES[own])
+        lower = [(priority, group) for priority, group in self._classes.items() if priority > own]
+        return returning + before + sum(min(group.cost_tokens, before * SHARES[priority]) for priority, group in lower)
 
 
 def _refusal(message: str, retry_after_s: float) -> OverloadedError:

@@ -1,12 +1,14 @@
 """Protocol messages <-> the core's own types."""
 
 from baton_pb.v1 import router_pb2, transfer_pb2, worker_pb2
+from cluster.router.front import Asked
 from cluster.router.holder_table import Tier
 from cluster.router.placement import Placement, PlacementRequest
 from cluster.router.prefix_index import Snapshot
 from cluster.router.router import Router
 from cluster.router.step_model import StepTotals
 from cluster.router.worker_table import Role, Worker, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.service_level import ServiceLevel, priority_from_pb
 from common.chain_hash import HASH_BYTES
 from common.errors import InvalidRequestError
 
@@ -50,6 +52,7 @@ def facts_from_pb(handshake: worker_pb2.HandshakeReply) -> WorkerFacts:
         hash_probe=handshake.hash_probe,
         num_blocks=handshake.num_blocks,
         context_tokens=handshake.context_tokens,
+        running_max=handshake.limits.running_max,
     )
 
 
@@ -107,6 +110,25 @@ def request_from_pb(request: router_pb2.PlaceRequest) -> PlacementRequest:
         max_output_tokens=request.max_output_tokens,
         hashes=tuple(request.hashes),
         excluded=frozenset(request.excluded_worker_ids),
+        ttft_target_s=request.ttft_target_s if request.HasField("ttft_target_s") else None,
+        tpot_target_s=request.tpot_target_s if request.HasField("tpot_target_s") else None,
+    )
+
+
+def asked_from_pb(request: router_pb2.PlaceRequest, key: str) -> Asked:
+    """Decode a request for a placement, with whose it is and what it may expect.
+
+    Raises:
+        InvalidRequestError: a hash of another length, or no class that is known.
+    """
+    placed = request_from_pb(request)
+    return Asked(
+        key=key,
+        request=placed,
+        tenant=request.tenant,
+        level=ServiceLevel(priority_from_pb(request.priority), placed.ttft_target_s, placed.tpot_target_s),
+        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+        is_admitted=request.is_admitted,
     )
 
 

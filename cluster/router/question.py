@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from cluster.router.backlog import Backlog
 from cluster.router.hits import NO_HITS, Hits
@@ -38,6 +39,11 @@ class Candidate:
     """Seconds that a sequence waits here for its KV after its first token, for each token that is sent."""
     backlog: Backlog = field(default_factory=Backlog)
     """Prompts placed here that are not prefilled."""
+    is_full: bool = False
+    """It has all that it can do at once and something ahead: nothing is placed here while another one has room."""
+
+
+_is_full = attrgetter("is_full")
 
 
 class Group:
@@ -54,6 +60,17 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one of them is not full."""
+        return not all(map(_is_full, self.members))
+
+    def with_room(self) -> "Group":
+        """Return those that are not full; all of them, if none is or all are."""
+        if not any(map(_is_full, self.members)):
+            return self
+        return Group([candidate for candidate in self.members if not candidate.is_full] or self.members)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,11 @@ from cluster.router.estimate import PairEstimate, estimate_pair
 from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
 from cluster.router.placement import Placement, PlacementRequest, Reservation, Size
+from cluster.router.policies.cost import Cost
 from cluster.router.policies.policy import Choice, Policy
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.question import Candidate, Group, Question
+from cluster.router.room import AHEAD_S, has_room, those_with_room
 from cluster.router.traffic import Traffic
 from cluster.router.worker_table import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad, WorkerTable
 from common.clock import Clock, MonotonicClock
@@ -33,16 +35,17 @@ _SILENT_ENDS = 16
 class Router:
     """Workers, prefixes and placements of one cluster. Owned by one loop; plain functions."""
 
-    def __init__(self, policy: Policy, rng: Random, clock: Clock | None = None) -> None:
+    def __init__(self, policy: Policy, rng: Random, clock: Clock | None = None, ahead_s: float = AHEAD_S) -> None:
         """Begin without workers.
 
         Args:
             policy: chooses.
             rng: all chance.
             clock: for predictions of the time to wait; None: the machine's.
+            ahead_s: prefill that a worker is given ahead before it is full.
         """
         self.policy = policy
-        self.workers = WorkerTable()
+        self.workers = WorkerTable(ahead_s)
         self.index = PrefixIndex()
         self.expected = ExpectedBlocks()
         self.explanations = Explanations()
@@ -51,6 +54,7 @@ class Router:
         self._rng = rng
         self._clock = clock or MonotonicClock()
         self._traffic = Traffic()
+        self._predictor = Cost()
         self._reservations: dict[Reservation, Explanation | None] = {}
         self._agreed: WorkerFacts | None = None
         self._silent: Counter[str] = Counter()
@@ -76,14 +80,29 @@ class Router:
         return self._reserve(request, question, choice, estimate)
 
     def predict(self, request: PlacementRequest) -> PairEstimate:
-        """Return what a request would meet if it were placed now; nothing is reserved.
+        """Return what a request would meet at best if it were placed now; nothing is reserved.
+
+        It is not the policy that is asked, since to some that would be a placement.
 
         Raises:
             WorkerLostError: as `place`.
             InvalidRequestError: as `place`.
         """
         question = self._question(request)
-        return _chosen(question, self.policy.choose(question, self._rng))
+        return _chosen(question, self._predictor.choose(question, self._rng))
+
+    def has_room(self) -> bool:
+        """Whether a request that is placed now goes to workers that are not full. True also when there are none."""
+        return has_room(self.workers.ready(*_DECODERS).candidates, self.workers.ready(Role.PREFILL).candidates)
+
+    def expected_output(self, request: PlacementRequest) -> float:
+        """Return how many tokens its answer will have, by those of late."""
+        return min(float(request.max_output_tokens), self._traffic.output_tokens)
+
+    @property
+    def num_decoders(self) -> int:
+        """Workers that can decode now."""
+        return len(self.workers.ready(*_DECODERS).workers)
 
     def hold(
         self,
@@ -212,7 +231,7 @@ class Router:
     # Inside.
 
     def _question(self, request: PlacementRequest) -> Question:
-        decode, prefill = self._decoders(request), self._prefillers(request)
+        decode, prefill = those_with_room(self._decoders(request), self._prefillers(request))
         now = self.now()
         hits = self.index.find(request.hashes)
         if expected := self.expected.find(request.hashes, now):

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
+from cluster.router.front import Front
 from cluster.router.messages import cluster_facts, info_from_pb, worker_to_pb
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
@@ -36,8 +37,12 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class RouterService(router_pb2_grpc.RouterServicer):
     """Owns the core, its watchers and its sessions; all on one loop."""
 
-    def __init__(self, router: Router, heartbeat_s: float) -> None:
+    def __init__(self, router: Router, config: RouterConfig, heartbeat_s: float) -> None:
         self._router = router
+        self._front = Front(router, config, self._arm)
+        self._alarm: asyncio.TimerHandle | None = None
+        """For the first of those that wait whose time is over."""
+        self._num_sessions = 0
         self._heartbeat_s = heartbeat_s
         self._sessions: set[GatewaySession] = set()
         self._watchers: dict[str, Watcher] = {}
@@ -55,7 +60,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             gateway_id = await _attach(request_iterator)
             await self._settle()
             await context.send_initial_metadata(())  # tells the gateway that it is attached
-            session = GatewaySession(self._router)
+            self._num_sessions += 1
+            session = GatewaySession(self._front, self._num_sessions)
             self._sessions.add(session)
             log(_LOG, logging.INFO, "gateway attached", gateway_id=gateway_id)
             reader = asyncio.create_task(_read(session, request_iterator))
@@ -116,6 +122,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             indexed_blocks=router.index.num_blocks,
             placements_total=router.placements_total,
             counters=router.counters,
+            queued=self._front.num_waiting,
         )
         for worker in router.workers:
             watcher = self._watchers[worker.info.worker_id]
@@ -125,6 +132,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def close(self) -> None:
         """Stop following workers."""
         await self.set_workers([])
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     async def _settle(self) -> None:
         """Wait until a placement has a chance: after a restart the first requests must not find nobody."""
@@ -133,10 +142,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 await self._settled.wait()
 
     def _changed(self) -> None:
-        """Take note that a worker's state, or the list of them, has changed."""
+        """Take note that a worker's state or load, or the list of them, has changed."""
         if all(watcher.was_tried for watcher in self._watchers.values()):
             self._settled.set()
         self._tell_facts()
+        self._front.pump()
+
+    def _arm(self) -> None:
+        """Wake up when the first of those that wait has waited long enough."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        end_s = self._front.next_end_s
+        if end_s is None:
+            self._alarm = None
+            return
+        pause_s = max(0.0, end_s - self._router.now())
+        self._alarm = asyncio.get_running_loop().call_later(pause_s, self._front.expire)
 
     def _tell_facts(self) -> None:
         """Tell the gateways when what the workers agree on has changed. While nobody is left, the old facts stand."""
@@ -187,7 +208,8 @@ class RouterServer:
         Raises:
             ConfigError: the port cannot be had.
         """
-        service = RouterService(Router(POLICIES[config.policy](), Random()), heartbeat_s)
+        router = Router(POLICIES[config.policy](), Random(), ahead_s=config.prefill_ahead_s)
+        service = RouterService(router, config, heartbeat_s)
         server = make_server()
         router_pb2_grpc.add_RouterServicer_to_server(service, server)
         health = Health(server)

@@ -1,11 +1,12 @@
 """One gateway's session with the router: its reservations, and the replies that it has not read yet."""
 
 import asyncio
+from functools import partial
 
 from baton_pb.v1 import router_pb2
-from cluster.router.messages import placement_to_pb, request_from_pb
+from cluster.router.front import Front
+from cluster.router.messages import asked_from_pb, placement_to_pb
 from cluster.router.placement import Reservation
-from cluster.router.router import Router
 from common.errors import BatonError, InvalidRequestError, OverloadedError
 from common.status import error_to_pb
 
@@ -16,12 +17,20 @@ UNREAD_MAX = 4096
 class GatewaySession:
     """Owned by the router's loop. Plain functions but for `next_reply`; `close` releases everything."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, front: Front, number: int) -> None:
+        """Begin.
+
+        Args:
+            front: where to ask.
+            number: of this session; no two are alike.
+        """
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the session must end."""
         self.broken.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._router = router
+        self._front = front
+        self._number = number
         self._reservations: dict[str, Reservation] = {}
+        self._waiting: set[str] = set()
         self._replies: asyncio.Queue[router_pb2.RouterReply] = asyncio.Queue(UNREAD_MAX)
 
     def take(self, command: router_pb2.RouterCommand) -> None:
@@ -36,10 +45,9 @@ class GatewaySession:
             case "first_token":
                 if reservation := self._get(command.first_token.reservation_id):
                     reservation.first_token()
+                    self._front.pump()
             case "release":
-                if reservation := self._get(command.release.reservation_id):
-                    reservation.release()
-                    del self._reservations[command.release.reservation_id]
+                self._release(command.release.reservation_id)
             case "hold":
                 self._hold(command.hold)
             case "attach" | None:
@@ -58,28 +66,52 @@ class GatewaySession:
         return await self._replies.get()
 
     def close(self) -> None:
-        """Release what the gateway has not released."""
+        """Withdraw what waits, and release what the gateway has not released."""
+        for reservation_id in self._waiting:
+            self._front.withdraw(self._key(reservation_id))
+        self._waiting.clear()
         for reservation in self._reservations.values():
             reservation.release()
         self._reservations.clear()
         self.broken.cancel()
+        self._front.pump()
 
     def _place(self, request: router_pb2.PlaceRequest) -> None:
-        reply = router_pb2.RouterReply(reservation_id=request.reservation_id)
+        reservation_id = request.reservation_id
         try:
-            self._check_new(request.reservation_id)
-            reservation = self._router.place(request_from_pb(request))
+            self._check_new(reservation_id)
+            asked = asked_from_pb(request, self._key(reservation_id))
         except BatonError as error:
-            reply.error.CopyFrom(error_to_pb(error))
+            self._answer(reservation_id, error)
+            return
+        if self._front.ask(asked, partial(self._answer, reservation_id)):
+            self._waiting.add(reservation_id)
+            queued = router_pb2.Queued(wait_max_s=self._front.wait_max_s)
+            self.send(router_pb2.RouterReply(reservation_id=reservation_id, queued=queued))
+
+    def _answer(self, reservation_id: str, answer: Reservation | BatonError) -> None:
+        self._waiting.discard(reservation_id)
+        reply = router_pb2.RouterReply(reservation_id=reservation_id)
+        if isinstance(answer, BatonError):
+            reply.error.CopyFrom(error_to_pb(answer))
         else:
-            assert reservation.placement is not None
-            self._reservations[request.reservation_id] = reservation
-            reply.placement.CopyFrom(placement_to_pb(reservation.placement))
+            assert answer.placement is not None
+            self._reservations[reservation_id] = answer
+            reply.placement.CopyFrom(placement_to_pb(answer.placement))
         self.send(reply)
+
+    def _release(self, reservation_id: str) -> None:
+        if reservation_id in self._waiting:
+            self._waiting.discard(reservation_id)
+            self._front.withdraw(self._key(reservation_id))
+        elif reservation := self._get(reservation_id):
+            del self._reservations[reservation_id]
+            reservation.release()
+            self._front.pump()
 
     def _hold(self, request: router_pb2.HoldRequest) -> None:
         self._check_new(request.reservation_id)
-        self._reservations[request.reservation_id] = self._router.hold(
+        self._reservations[request.reservation_id] = self._front.router.hold(
             request.decode_worker_id,
             request.prefill_worker_id if request.HasField("prefill_worker_id") else None,
             request.num_tokens,
@@ -88,12 +120,15 @@ class GatewaySession:
         )
 
     def _check_new(self, reservation_id: str) -> None:
-        if not reservation_id or reservation_id in self._reservations:
+        if not reservation_id or reservation_id in self._reservations or reservation_id in self._waiting:
             raise InvalidRequestError(f"a reservation needs an id of its own, got {reservation_id!r}")
 
     def _get(self, reservation_id: str) -> Reservation | None:
         """Return a reservation. None after a placement was refused, when its gateway gave up before it knew."""
         reservation = self._reservations.get(reservation_id)
         if reservation is None:
-            self._router.counters["unknown_reservations_total"] += 1
+            self._front.router.counters["unknown_reservations_total"] += 1
         return reservation
+
+    def _key(self, reservation_id: str) -> str:
+        return f"{self._number}/{reservation_id}"

@@ -13,7 +13,8 @@ class Traffic:
     def __init__(self) -> None:
         self.prompts_waiting = 0
         """Requests placed whose first token was not seen."""
-        self._output_tokens = _FIRST_OUTPUT_TOKENS
+        self.output_tokens = _FIRST_OUTPUT_TOKENS
+        """Of an answer."""
         self._reuse_share = 0.0
 
     def placed(self, num_blocks: int, num_cached: int) -> None:
@@ -23,9 +24,9 @@ class Traffic:
 
     def finished(self, output_tokens: int) -> None:
         """Take note of an answer's length."""
-        self._output_tokens += _GAIN * (output_tokens - self._output_tokens)
+        self.output_tokens += _GAIN * (output_tokens - self.output_tokens)
 
     def outlook(self, now: float, num_prefillers: int) -> Outlook:
         """Return what is expected, for `num_prefillers` workers that prefill."""
         waiting = self.prompts_waiting / max(1, num_prefillers)
-        return Outlook(now, self._output_tokens, self._reuse_share, waiting)
+        return Outlook(now, self.output_tokens, self._reuse_share, waiting)

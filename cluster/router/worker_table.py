@@ -6,8 +6,13 @@ from dataclasses import dataclass, field, replace
 
 from cluster.router.backlog import Prompt
 from cluster.router.question import Candidate, Group
+from cluster.router.room import AHEAD_S
 from cluster.router.step_model import StepLearner, StepTotals
 
+_AHEAD_MIN = 2
+"""Prompts that a worker always gets: one to work at, one ahead."""
+_SPARE_SHARE = 16
+"""A worker may have a sixteenth of its sequences waiting, and not be full: the next step needs somebody at hand."""
 _EXPOSED_GAIN, _SURPRISE, _EXPOSED_MIN_S = 0.1, 4.0, 1e-6
 """Weight of one more transfer, the factor up to which its surprise counts, and seconds for each token beyond it."""
 
@@ -52,6 +57,8 @@ class WorkerFacts:
     hash_probe: bytes
     num_blocks: int
     context_tokens: int
+    running_max: int = 0
+    """Most sequences in a step; 0: unknown, or it does not decode."""
 
     @property
     def pool_tokens(self) -> int:
@@ -99,6 +106,7 @@ class Worker:
     account: Account = field(default_factory=Account)
     elders: StepLearner | None = None
     """What the whole cluster has learned."""
+    ahead_s: float = AHEAD_S
     candidate: Candidate = field(init=False)
     _learner: StepLearner = field(init=False)
     _reported_at: Account = field(default_factory=Account)
@@ -187,6 +195,18 @@ class Worker:
             candidate.used_tokens = max(0, used, now.prompt_tokens if load.waiting_sequences else 0)
             candidate.free_tokens = load.free_blocks * block_tokens
         candidate.step_s = candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens)
+        candidate.is_full = self._is_full()
+
+    def _is_full(self) -> bool:
+        backlog = self.candidate.backlog
+        if len(backlog) >= _AHEAD_MIN and backlog.total_s >= self.ahead_s:
+            return True
+        running_max = 0 if self.facts is None else self.facts.running_max
+        if not running_max:
+            return False
+        spare = max(1, running_max // _SPARE_SHARE)
+        # Who waits there waits for blocks, or for one of the `running_max` places.
+        return self.load.waiting_sequences > spare or self.candidate.num_sequences >= running_max + spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +248,8 @@ class WorkerTable:
     Nothing is placed on a worker that is not ready. What was placed earlier stays in its account until it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead_s: float = AHEAD_S) -> None:
+        self._ahead_s = ahead_s
         self._workers: dict[str, Worker] = {}
         self._elders = StepLearner()
         self._ready: dict[tuple[Role, ...], Ready] = {}
@@ -253,7 +274,7 @@ class WorkerTable:
             del self._workers[worker_id]
         new = [info for worker_id, info in wanted.items() if worker_id not in self._workers]
         for info in new:
-            self._workers[info.worker_id] = Worker(info, elders=self._elders)
+            self._workers[info.worker_id] = Worker(info, elders=self._elders, ahead_s=self._ahead_s)
         return new, left
 
     def move(self, worker: Worker, state: State, reason: str = "") -> None:

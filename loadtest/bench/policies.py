@@ -67,7 +67,7 @@ def _unshared(profile: Profile, workers: int, sessions: int | None) -> Plan:
 
 def _rows(plan: Plan, profile: Profile, workers: int, label: str) -> list[BenchRow]:
     """Return each policy's rows; the peer of each is round_robin in the same run."""
-    shapes = {policy: ClusterShape(workers, workers, 0, policy) for policy in POLICIES}
+    shapes = {policy: ClusterShape(workers, workers, 0, policy, admission=False) for policy in POLICIES}
     summaries = {policy: simulate(plan, profile, shape).summary for policy, shape in shapes.items()}
     base = summaries[_BASELINE]
     rows = []

@@ -1,18 +1,21 @@
 """The simulated cluster: the real router in the middle, cost-model workers around it, one client.
 
-What is real: the router's core (index, policies, reservations), fed with numbered cache events and load reports, which
-reach it without delay here. What is modelled: workers and links (profile.py), one message's time (hop_s).
+What is real: the router's core (index, policies, reservations, admission), fed with numbered cache events and load
+reports, which reach it without delay here. What is modelled: workers and links (profile.py), a message's time (hop_s).
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from cluster.router.front import Asked, Front
 from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
 from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
+from common.config import RouterConfig
 from common.errors import BatonError, ConfigError
 from loadtest.records import RequestRecord, ServerTiming
 from loadtest.simulator.decode import DecodeWorker
@@ -31,6 +34,8 @@ class ClusterShape:
     decode: int = 1
     both: int = 0
     policy: str = "cost"
+    admission: bool = True
+    """Requests wait at the router when all workers have enough to do; otherwise they go to a worker's queue at once."""
 
 
 class _IndexFeed:
@@ -58,7 +63,11 @@ class SimulatedCluster:
             raise ConfigError(f"no policy {shape.policy!r}; there are {', '.join(POLICIES)}")
         if shape.decode + shape.both == 0:
             raise ConfigError("a cluster needs a decode worker or one of role `both`")
-        self.router = Router(POLICIES[shape.policy](), Random(f"router/{seed}"), timeline.clock)
+        config = RouterConfig()
+        ahead_s = config.prefill_ahead_s if shape.admission else math.inf
+        self.router = Router(POLICIES[shape.policy](), Random(f"router/{seed}"), timeline.clock, ahead_s)
+        self.front = Front(self.router, config, self._arm)
+        self._alarm_at = math.inf
         self._profile = profile
         self._timeline = timeline
         self._links: dict[str, Link] = {}
@@ -76,7 +85,8 @@ class SimulatedCluster:
 
     def check_idle(self) -> None:
         """Assert that nothing is left after the last request: no reservation, no used block."""
-        self.router.check()
+        self.front.check()
+        assert self.front.num_waiting == 0
         assert self.router.num_reservations == 0
         assert not self._done
         workers: list[PrefillWorker | DecodeWorker] = [*self._prefill.values(), *self._decode.values()]
@@ -90,6 +100,7 @@ class SimulatedCluster:
         """Take the first token's sampling, wherever it happened."""
         job.first_token = self._timeline.now()
         self._reservations[job].first_token()
+        self.front.pump()
 
     def on_pushed(self, job: Job) -> None:
         """Let the sequence decode."""
@@ -101,12 +112,14 @@ class SimulatedCluster:
         exposed_s = None if job.landed is None else job.landed - job.first_token
         self.router.finished(job.num_output)
         self._reservations.pop(job).release(exposed_s)
+        self.front.pump()
         self._end(job, self._record(job, gaps))
 
     def on_failed(self, job: Job, error: BatonError) -> None:
         """Hand out a failed request's record, and give back what it held."""
         if (reservation := self._reservations.pop(job, None)) is not None:
             reservation.release()
+            self.front.pump()
         if job.decode_lease is not None:
             self._decode[job.decode_worker].abandon(job)
         self._end(job, self._failed(job, error))
@@ -127,6 +140,7 @@ class SimulatedCluster:
             steps=worker.done.totals,
         )
         self.router.report(worker.worker_id, load)
+        self.front.pump()
 
     def link_of(self, worker_id: str) -> Link:
         """Return a worker's link."""
@@ -150,10 +164,11 @@ class SimulatedCluster:
             num_blocks=profile.pool_blocks,
             context_tokens=profile.context_tokens,
         )
+        decodes = replace(facts, running_max=profile.running_max) if shape.admission else facts
         self.router.set_workers(infos)
         for info in infos:
             name = info.worker_id
-            self.router.welcome(name, facts)
+            self.router.welcome(name, facts if info.role is Role.PREFILL else decodes)
             self._links[name] = Link()
             pool = SimulatedPool(profile.pool_blocks, _IndexFeed(self.router, name))
             if info.role is Role.PREFILL:
@@ -163,26 +178,41 @@ class SimulatedCluster:
             self.router.report(name, WorkerLoad())
 
     def _place(self, job: Job) -> None:
+        targets = job.level
         request = PlacementRequest(
             request_id=str(job.number),
             num_tokens=job.num_prompt,
             max_output_tokens=job.num_output,
             hashes=job.prompt_names(self._profile.block_tokens),
+            ttft_target_s=targets.ttft_target_s,
+            tpot_target_s=targets.tpot_target_s,
         )
-        try:
-            reservation = self.router.place(request)
-        except BatonError as error:
-            self.on_failed(job, error)
+        self.front.ask(Asked(request.request_id, request, level=targets), partial(self._placed, job))
+
+    def _placed(self, job: Job, answer: Reservation | BatonError) -> None:
+        if isinstance(answer, BatonError):
+            self.on_failed(job, answer)
             return
-        placement = reservation.placement
+        placement = answer.placement
         assert placement is not None
-        self._reservations[job] = reservation
+        self._reservations[job] = answer
         job.decode_worker = placement.decode.worker_id
         job.prefill_worker = job.decode_worker
         if placement.prefill is not None:
             job.prefill_worker = placement.prefill.worker_id
             job.start_prefill = partial(self._start_prefill, job)
         self._timeline.after(self._profile.hop_s, partial(self._decode[job.decode_worker].add, job))
+
+    def _arm(self) -> None:
+        """Wake up when the first of those that wait has waited long enough."""
+        end_s = self.front.next_end_s
+        if end_s is not None and end_s < self._alarm_at:
+            self._alarm_at = end_s
+            self._timeline.at(end_s, self._expire)
+
+    def _expire(self) -> None:
+        self._alarm_at = math.inf
+        self.front.expire()
 
     def _start_prefill(self, job: Job) -> None:
         self._timeline.after(self._profile.hop_s, partial(self._prefill[job.prefill_worker].add, job))

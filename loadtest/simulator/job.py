@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.service_level import ORDINARY, ServiceLevel
 from loadtest.content import Segment
 from loadtest.simulator.pool import Lease
 
@@ -23,6 +24,8 @@ class Job:
     num_prompt: int
     intended: float
     sent: float
+    level: ServiceLevel = ORDINARY
+    """What the client asks of the service."""
     start_prefill: Callable[[], None] | None = None
     """Sends the prompt to its prefill worker; None: the decode worker prefills."""
     prefill_worker: str = ""

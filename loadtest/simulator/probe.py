@@ -5,6 +5,7 @@ and from the workers' handshakes in the cluster's status.
 """
 
 import asyncio
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -35,11 +36,10 @@ class ProbePlan:
     prompts: Sequence[int] = (64, 192, 448, 960, 1920)
     """Lengths, each asked for `repeats` times, one after the other."""
     repeats: int = 3
-    batches: Sequence[int] = (1, 2, 4, 8)
-    """Requests that decode at once."""
-    contexts: Sequence[int] = (48, 768)
-    """Lengths of their prompts."""
-    output_tokens: int = 48
+    batches: Sequence[tuple[int, int]] = ((1, 48), (2, 48), (4, 48), (8, 48), (1, 768), (4, 768))
+    """Requests that decode at once, and the length of their prompts."""
+    output_tokens: int = 40
+    """Of each, while all of them decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,14 @@ async def observe(address: str, plan: ProbePlan = ProbePlan()) -> Observations:
         await prober.ask(_TOKENS_MIN, 2)  # the first request opens connections
         lengths = [length for length in plan.prompts if length + 2 <= model.context_tokens]
         alone = [await prober.ask(length, 2) for length in lengths for _ in range(plan.repeats)]
-        batches = [
-            await asyncio.gather(*(prober.ask(context, plan.output_tokens) for _ in range(size)))
-            for context in plan.contexts
-            if context + plan.output_tokens <= model.context_tokens
-            for size in plan.batches
-        ]
+        token_s = min(answer.server.prefill_s / answer.prompt_tokens for answer in alone if answer.server is not None)
+        step_s = (await prober.ask(_TOKENS_MIN, 8)).tpot_s or 1.0
+        batches = []
+        for size, context in plan.batches:
+            # The first must still decode when the last begins, and they are prefilled one after the other.
+            output = plan.output_tokens + math.ceil(2 * (size - 1) * context * token_s / step_s)
+            if context + output <= model.context_tokens:
+                batches.append(await asyncio.gather(*(prober.ask(context, output) for _ in range(size))))
     kv_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _DTYPE_BYTES[layout.dtype]
     return Observations(
         model_id=model.id,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
+from cluster.service_level import ORDINARY, Priority, ServiceLevel
 from common.errors import ConfigError
 from loadtest.arrivals import ClosedArrival, TraceArrival, at_rate
 from loadtest.content import Segment, TokenPrompt, content_id
@@ -32,6 +33,8 @@ class Simulation:
         keeps_gaps = _num_sessions(plan, profile.context_tokens) <= _GAPS_SESSIONS_MAX
         self.cluster = SimulatedCluster(profile, shape, self._timeline, plan.options.seed, keeps_gaps)
         self._num_jobs = 0
+        targets = plan.options.targets
+        self._level = ORDINARY if targets is None else ServiceLevel(Priority.NORMAL, targets.ttft_s, targets.tpot_s)
 
     def run(self) -> list[RequestRecord]:
         """Simulate to the end.
@@ -109,6 +112,7 @@ class Simulation:
             num_prompt=num_prompt,
             intended=intended,
             sent=self._timeline.now(),
+            level=self._level,
         )
 
 

@@ -15,12 +15,12 @@ def test_the_defaults_are_a_config() -> None:
 
 def test_overrides_win_over_the_file_in_order(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("gateway:\n  grpc_port: 1\n  running_max: 7\n")
+    path.write_text("gateway:\n  grpc_port: 1\n  running_max: 2000\n")
 
     config = load(path, ["gateway.grpc_port=2", "gateway.grpc_port=3", "router.policy=round_robin"])
 
     assert config.gateway.grpc_port == 3
-    assert config.gateway.running_max == 7
+    assert config.gateway.running_max == 2000
     assert config.router.policy == "round_robin"
 
 
@@ -38,6 +38,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         pytest.param(["gateway.grpc_port=70000"], "config key gateway.grpc_port", id="out of range"),
         pytest.param(["router.policy=best"], "config key router.policy", id="not in the set"),
         pytest.param(["gateway.running_max=many"], "got 'many'", id="not a number"),
+        pytest.param(["gateway.running_max=7"], "must be above router.queue_max, 1024", id="two queues"),
         pytest.param(["gateway.grpc_port"], "--set wants a.b=c", id="no value"),
         pytest.param(["=1"], "--set wants a.b=c", id="no key"),
         pytest.param(["gateway.host=[1"], "not YAML", id="bad YAML"),

@@ -28,6 +28,8 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         self.holds: list[router_pb2.HoldRequest] = []
         self.places: list[router_pb2.PlaceRequest] = []
         self.answers: asyncio.Queue[router_pb2.RouterReply | None] = asyncio.Queue()
+        self._context: Any = None
+        self._last = ""
 
     async def Session(self, request_iterator: AsyncIterator[router_pb2.RouterCommand], context: Any) -> None:  # type: ignore[override]  # noqa: N802
         await context.send_initial_metadata(())
@@ -40,8 +42,13 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
                 answer = await self.answers.get()
                 if answer is None:
                     return
-                answer.reservation_id = command.place.reservation_id
-                await context.write(answer)
+                self._context, self._last = context, command.place.reservation_id
+                await self.say(answer)
+
+    async def say(self, reply: router_pb2.RouterReply) -> None:
+        """Send something about the last request."""
+        reply.reservation_id = self._last
+        await self._context.write(reply)
 
 
 @asynccontextmanager
@@ -147,6 +154,21 @@ def test_the_router_learns_whose_request_it_is_and_how_soon_it_is_wanted() -> No
             asked = router.places[0]
             assert (asked.tenant, asked.priority, asked.timeout_s) == ("acme", common_pb2.PRIORITY_HIGH, 2.0)
             assert (asked.ttft_target_s, asked.HasField("tpot_target_s"), asked.is_admitted) == (0.5, False, True)
+
+    run(scenario())
+
+
+def test_a_request_that_waits_for_room_is_not_given_up_when_the_router_would_count_as_away() -> None:
+    async def scenario() -> None:
+        async with connected(wait_s=0.3) as (router, client):
+            router.answers.put_nowait(router_pb2.RouterReply(queued=router_pb2.Queued(wait_max_s=60.0)))
+            asked = asyncio.create_task(client.place(WANTED))
+            await until(lambda: router.commands == ["attach", "place"], "not asked")
+            done, _ = await asyncio.wait([asked], timeout=0.6)
+
+            assert not done
+            await router.say(placement())
+            (await asked).release()
 
     run(scenario())
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.router.admission import RETRY_MAX_S, WEIGHTS, Admission, Forecast
+from cluster.router.admission import RETRY_MAX_S, SHARES, Admission, Forecast
 from cluster.router.class_queue import QUANTUM_TOKENS, Claim
 from cluster.service_level import Priority, ServiceLevel
 from common.errors import OverloadedError
@@ -89,7 +89,15 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     assert drained(queue).index("single") <= QUANTUM_TOKENS / 100
 
 
-def test_higher_classes_get_more_and_the_lowest_gets_something() -> None:
+def test_a_higher_class_overtakes_at_once() -> None:
+    queue = admission()
+    for key, priority in (("low", Priority.LOW), ("normal", Priority.NORMAL), ("high", Priority.HIGH)):
+        queue.join(claim(key, priority=priority), 0.0, None)
+
+    assert drained(queue) == ["high", "normal", "low"]
+
+
+def test_higher_classes_get_more_and_the_lowest_gets_its_share() -> None:
     queue, tokens = admission(), Counter[Priority]()
     for number in range(1000):
         for priority in Priority:
@@ -99,10 +107,11 @@ def test_higher_classes_get_more_and_the_lowest_gets_something() -> None:
         taken = queue.take(0.0)
         tokens[taken.level.priority] += taken.cost_tokens
 
-    shares = {priority: tokens[priority] / 100_000 for priority in Priority}
-    total = sum(WEIGHTS.values())
-    for priority, share in shares.items():
-        assert share == pytest.approx(WEIGHTS[priority] / total, abs=0.03)
+    above = 0
+    for priority in Priority:
+        if above:
+            assert tokens[priority] == pytest.approx(above * SHARES[priority], abs=300)
+        above += tokens[priority]
 
 
 def test_a_request_that_lost_its_worker_goes_first_and_is_not_refused() -> None:
@@ -148,7 +157,7 @@ def test_nobody_starves_under_any_arrivals(
     # Ahead of it in its own tenant: who is there, and whoever arrives in its patience. Six others take turns with it.
     arrivals = 3 * (before + PATIENCE_S * TOKENS_PER_S / 300)
     own = (arrivals + 1) * COST_MAX
-    limit_s = 8 * (own + 2 * QUANTUM_TOKENS) / TOKENS_PER_S * sum(WEIGHTS.values()) / WEIGHTS[priority]
+    limit_s = 8 * (own + 2 * QUANTUM_TOKENS) / TOKENS_PER_S * (1 + 1 / SHARES[priority])
 
     while True:
         taken = queue.take(now)

@@ -14,7 +14,7 @@ from cluster.fake_worker import FakeModel, FakeWorker
 from cluster.router.server import RouterServer
 from common.chain_hash import chain_hashes
 from common.config import RouterConfig
-from common.errors import ConfigError, InvalidRequestError, WorkerLostError
+from common.errors import ConfigError, InvalidRequestError, OverloadedError, WorkerLostError
 from common.rpc import open_channel
 from common.status import error_from_pb, typed_rpc_errors
 from tests.cluster.fake_cluster import BOTH, DECODE, HEARTBEAT_S, HOST, PREFILL, address_of, run, until
@@ -63,6 +63,9 @@ class Gateway:
     async def place(self, reservation_id: str, **request: Any) -> router_pb2.RouterReply:
         request = {"num_tokens": 16, "hashes": CHAIN, **request}
         self.send(place=router_pb2.PlaceRequest(reservation_id=reservation_id, **request))
+        return await self.read()
+
+    async def read(self) -> router_pb2.RouterReply:
         while True:
             with typed_rpc_errors():
                 reply: router_pb2.RouterReply = await self.call.read()
@@ -131,6 +134,51 @@ def test_a_reservation_id_used_twice_and_a_hash_of_another_length_are_refused() 
             assert isinstance(error_from_pb(twice.error), InvalidRequestError)
             assert isinstance(error_from_pb(odd.error), InvalidRequestError)
             assert router.status().reservations == 1
+            await gateway.close()
+
+    run(scenario())
+
+
+def test_beyond_what_the_workers_can_do_a_request_waits_and_is_placed_when_there_is_room() -> None:
+    async def scenario() -> None:
+        async with routed(await FakeWorker.start("d0", DECODE, FakeModel(running_max=1))) as router:
+            await state_is(router, "d0", "ready")
+            gateway, other = Gateway(router), Gateway(router)
+            for reservation_id in ("a", "b"):
+                await gateway.place(reservation_id)
+
+            waits, leaves = await gateway.place("c"), await other.place("c")
+            assert waits.queued.wait_max_s > 0
+            assert leaves.HasField("queued")
+            assert router.status().queued == 2
+            await other.close()
+            await until(lambda: router.status().queued == 1, "the session's end withdraws nothing")
+            gateway.send(release=router_pb2.ReleaseRequest(reservation_id="a"))
+
+            assert (await gateway.read()).placement.decode_worker_id == "d0"
+            assert router.status().queued == 0
+            await gateway.place("d")
+            gateway.send(release=router_pb2.ReleaseRequest(reservation_id="d"))
+            await until(lambda: router.status().queued == 0, "a release withdraws nothing")
+            await gateway.close()
+            await until(lambda: router.status().reservations == 0, "reservations are left")
+
+    run(scenario())
+
+
+def test_a_wait_ends_at_the_deadline_although_nothing_else_happens() -> None:
+    async def scenario() -> None:
+        async with routed(await FakeWorker.start("d0", DECODE, FakeModel(running_max=1))) as router:
+            await state_is(router, "d0", "ready")
+            gateway = Gateway(router)
+            for reservation_id in ("a", "b"):
+                await gateway.place(reservation_id)
+
+            assert (await gateway.place("c", timeout_s=0.05)).HasField("queued")
+            refusal = await gateway.read()
+
+            assert isinstance(error_from_pb(refusal.error), OverloadedError)
+            assert refusal.error.retry_after_s > 0
             await gateway.close()
 
     run(scenario())
