@@ -7,9 +7,10 @@ STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+PEERS ?= $(HOME)/.cache/baton/peers
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
-.PHONY: bench-exposed bench-codecs bench-transfer bench-peers clean
+.PHONY: bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -73,6 +74,10 @@ bench-codecs: install
 
 bench-transfer: install
 	@$(BIN)/baton bench transfer $(BENCH_ARGS)
+
+bench-gateway: install
+	-loadtest/bench/peers/routers.sh $(PEERS)/routers
+	$(BIN)/python -m loadtest.bench.gateway --peers $(PEERS)/routers $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

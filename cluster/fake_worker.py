@@ -6,28 +6,22 @@ Its tokens come from a script, by default an echo of the prompt. Tests pause it,
 # ruff: noqa: N802 - the protocol's names
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from baton_pb.v1 import common_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
+from cluster.fake_sequences import TRANSPORT, FakeSequence, FakeSession, Script, echo, summary
 from common.chain_hash import probe
 from common.errors import BatonError
 from common.rpc import bind, make_server, open_channel
 from common.status import error_from_rpc, error_to_pb, rpc_errors_to_status
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-Script = Callable[[Sequence[int]], Iterator[int]]
-"""Prompt -> the tokens that follow it, endless."""
-
-
-def echo(prompt: Sequence[int]) -> Iterator[int]:
-    """Repeat the prompt for ever."""
-    return cycle(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,58 +41,12 @@ class FakeModel:
 
 
 @dataclass(slots=True, eq=False)
-class _Sequence:
-    request_id: str
-    tokens: Iterator[int]
-    sampling: common_pb2.SamplingParams
-    count: int = 0
-    waits_for_prefill: bool = False
-
-    def next_output(self) -> worker_pb2.SequenceOutput:
-        token_id = next(self.tokens)
-        self.count += 1
-        output = worker_pb2.SequenceOutput(request_id=self.request_id, tokens=[self.sampled(token_id)])
-        if token_id in self.sampling.stop_token_ids:
-            output.finished.CopyFrom(_summary(common_pb2.FINISH_REASON_STOP))
-        elif self.count == self.sampling.max_tokens:
-            output.finished.CopyFrom(_summary(common_pb2.FINISH_REASON_LENGTH))
-        return output
-
-    def sampled(self, token_id: int) -> common_pb2.SampledToken:
-        if not self.sampling.HasField("logprobs"):
-            return common_pb2.SampledToken(token_id=token_id)
-        top = [common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)] * self.sampling.logprobs
-        return common_pb2.SampledToken(token_id=token_id, logprob=-0.5, top=top)
-
-
-def _summary(reason: "common_pb2.FinishReason.ValueType") -> worker_pb2.SequenceFinished:
-    return worker_pb2.SequenceFinished(
-        reason=reason, cached_tokens=FakeWorker.CACHED_TOKENS, prefill_s=1e-6, transport=FakeWorker.TRANSPORT
-    )
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    sequences: dict[str, _Sequence] = field(default_factory=dict)
-    outputs: list[worker_pb2.SequenceOutput] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def emit(self, output: worker_pb2.SequenceOutput) -> None:
-        self.outputs.append(output)
-        self.changed.set()
-
-
-@dataclass(slots=True, eq=False)
 class _Watch:
     reports: asyncio.Queue[list[worker_pb2.CacheEvent]] = field(default_factory=lambda: asyncio.Queue(1024))
 
 
 class FakeWorker:
     """One fake worker of any role. Owned by one asyncio loop; create it with `start`."""
-
-    CACHED_TOKENS = 2
-    """What it says of every sequence."""
-    TRANSPORT = "fake"
 
     def __init__(self, worker_id: str, role: "worker_pb2.WorkerRole.ValueType", model: FakeModel) -> None:
         self.worker_id = worker_id
@@ -107,7 +55,7 @@ class FakeWorker:
         self.address = ""
         self.script: Script = echo
         self.step_s = 0.0
-        """Pause between two steps."""
+        """Pause between two steps; a first token does not wait for one."""
         self.load = worker_pb2.LoadReport()
         """What it reports; `report` sends it at once."""
         self.held: set[bytes] = set()
@@ -128,7 +76,7 @@ class FakeWorker:
         """Set when a request arrives; a test may clear it."""
         self._refusals: list[BatonError] = []
         self._number = 0
-        self._sessions: set[_Session] = set()
+        self._sessions: set[FakeSession] = set()
         self._watches: set[_Watch] = set()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._prefills: set[asyncio.Task[None]] = set()
@@ -236,20 +184,20 @@ class FakeWorker:
         """Return the error that is due, if any."""
         return self._refusals.pop(0) if self._refusals else None
 
-    def open(self) -> _Session:
+    def open(self) -> FakeSession:
         """Begin a session."""
         self.num_sessions += 1
-        session = _Session()
+        session = FakeSession()
         self._sessions.add(session)
         return session
 
-    def close(self, session: _Session) -> None:
+    def close(self, session: FakeSession) -> None:
         """End a session, and its sequences."""
         self._sessions.discard(session)
         self.cancelled.extend(session.sequences)
         session.sequences.clear()
 
-    def take(self, session: _Session, command: worker_pb2.DecodeCommand) -> None:
+    def take(self, session: FakeSession, command: worker_pb2.DecodeCommand) -> None:
         """Carry out a command."""
         match command.WhichOneof("command"):
             case "start":
@@ -261,7 +209,7 @@ class FakeWorker:
         """Return what follows a prompt and the output so far."""
         return islice(self.script(token_ids[:num_prompt_tokens]), len(token_ids) - num_prompt_tokens, None)
 
-    def _start(self, session: _Session, request: worker_pb2.StartRequest) -> None:
+    def _start(self, session: FakeSession, request: worker_pb2.StartRequest) -> None:
         self.started.append(request)
         self.sequence_started.set()
         if refusal := self.take_refusal():
@@ -270,10 +218,10 @@ class FakeWorker:
         tokens = self.tokens_after(list(request.token_ids), request.num_prompt_tokens)
         num_generated = len(request.token_ids) - request.num_prompt_tokens
         if num_generated == request.sampling.max_tokens:  # it moved here after its last token
-            finished = _summary(common_pb2.FINISH_REASON_LENGTH)
+            finished = summary(common_pb2.FINISH_REASON_LENGTH)
             session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, finished=finished))
             return
-        sequence = _Sequence(request.request_id, tokens, request.sampling, num_generated)
+        sequence = FakeSequence(request.request_id, tokens, request.sampling, num_generated)
         session.sequences[request.request_id] = sequence
         if request.HasField("prefill"):
             sequence.waits_for_prefill = True
@@ -282,15 +230,15 @@ class FakeWorker:
             task.add_done_callback(self._prefills.discard)
         session.changed.set()
 
-    def _cancel(self, session: _Session, request: worker_pb2.CancelRequest) -> None:
+    def _cancel(self, session: FakeSession, request: worker_pb2.CancelRequest) -> None:
         if session.sequences.pop(request.request_id, None) is None:
             return
         self.cancelled.append(request.request_id)
         if request.wants_summary:
-            summary = _summary(common_pb2.FINISH_REASON_CANCELLED)
-            session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, finished=summary))
+            ended = summary(common_pb2.FINISH_REASON_CANCELLED)
+            session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, finished=ended))
 
-    async def _prefill(self, session: _Session, sequence: _Sequence, request: worker_pb2.StartRequest) -> None:
+    async def _prefill(self, session: FakeSession, sequence: FakeSequence, request: worker_pb2.StartRequest) -> None:
         """Let the prefill worker prefill; its error becomes the sequence's."""
         address = request.prefill.address
         channel = self._channels.setdefault(address, open_channel(address))
@@ -345,7 +293,7 @@ class _FakeService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.DecodeService
             token_id = next(self._worker.tokens_after(list(request.token_ids), request.num_prompt_tokens))
             token = common_pb2.SampledToken(token_id=token_id)
             await context.write(worker_pb2.PrefillUpdate(first_token=worker_pb2.FirstToken(token=token)))
-            await context.write(worker_pb2.PrefillUpdate(pushed=worker_pb2.Pushed(transport=FakeWorker.TRANSPORT)))
+            await context.write(worker_pb2.PrefillUpdate(pushed=worker_pb2.Pushed(transport=TRANSPORT)))
 
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: _Context
@@ -360,27 +308,29 @@ class _FakeService(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.DecodeService
             writer.cancel()
             self._worker.close(session)
 
-    async def _write(self, session: _Session, context: _Context) -> None:
-        """Step for ever: one token for each sequence that may have one, all in one message."""
-        worker = self._worker
+    async def _write(self, session: FakeSession, context: _Context) -> None:
+        """Give each sequence its first token at once and each further one a step later; what is due is one message."""
+        worker, loop = self._worker, asyncio.get_running_loop()
+        next_step_s = loop.time()
         while True:
             outputs, session.outputs = session.outputs, []
             if worker.may_step.is_set():
-                ready = [sequence for sequence in session.sequences.values() if not sequence.waits_for_prefill]
-                for output in [sequence.next_output() for sequence in ready]:
-                    outputs.append(output)
-                    if output.HasField("finished"):
-                        del session.sequences[output.request_id]
+                is_due = loop.time() >= next_step_s
+                outputs += session.step(is_due)
+                if is_due:
+                    next_step_s = loop.time() + worker.step_s
             if outputs:
                 await context.write(worker_pb2.DecodeStep(outputs=outputs))
-                await asyncio.sleep(worker.step_s)
+                await asyncio.sleep(0)
                 continue
             session.changed.clear()
+            may_step = worker.may_step.is_set()
             either = {asyncio.ensure_future(session.changed.wait())}
-            if not worker.may_step.is_set():
+            if not may_step:
                 either.add(asyncio.ensure_future(worker.may_step.wait()))
+            limit_s = max(0.0, next_step_s - loop.time()) if may_step and session.is_decoding else None
             try:
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for future in either:
                     future.cancel()

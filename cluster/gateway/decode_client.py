@@ -10,6 +10,7 @@ import grpc.aio
 
 from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.gateway.outbox import Outbox
+from cluster.gateway.turns import Turns
 from common.errors import BatonError, OverloadedError, WorkerLostError
 from common.logs import log
 from common.rpc import open_channel
@@ -17,6 +18,8 @@ from common.status import error_from_pb, error_from_rpc
 
 _LOG = logging.getLogger(__name__)
 _OUTBOX_MAX = 4096
+_TURNS_AT_ONCE = 4
+"""Streams that go on in one pass of the loop; see turns.py. With 16, a busy loop relays half as many tokens."""
 SUMMARY_WAIT_S = 0.25
 """How long the summary of a sequence that was cancelled for a stop string is waited for."""
 
@@ -40,17 +43,19 @@ class Outputs(NamedTuple):
 class SequenceStream:
     """One sequence's tokens, as one request reads them. Outputs that wait add up; there is a limit to them."""
 
-    def __init__(self, client: "DecodeClient", request_id: str, unread_tokens_max: int) -> None:
+    def __init__(self, client: "DecodeClient", request_id: str, unread_tokens_max: int, turns: Turns) -> None:
         self.request_id = request_id
         self._client = client
         self._unread_tokens_max = unread_tokens_max
+        self._turns = turns
+        self._has_begun = False
         self._tokens: list[common_pb2.SampledToken] = []
         self._finished: worker_pb2.SequenceFinished | None = None
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
 
     async def next(self) -> Outputs:
-        """Wait for outputs and take all there are.
+        """Wait for outputs and, after the first ones, for a turn; take all there are by then.
 
         Raises:
             BatonError: what ended the sequence, after all its tokens were taken.
@@ -58,6 +63,9 @@ class SequenceStream:
         while not self._tokens and not self._is_ended:
             self._changed.clear()
             await self._changed.wait()
+        if self._has_begun:
+            await self._turns.wait()
+        self._has_begun = True
         if self._error is not None and not self._tokens:
             raise self._error
         tokens, self._tokens = self._tokens, []
@@ -112,10 +120,11 @@ class SequenceStream:
 class DecodeClient:
     """The session with one decode worker. When it breaks, all its streams fail at once and it is of no more use."""
 
-    def __init__(self, worker_id: str, address: str, gateway_id: str) -> None:
+    def __init__(self, worker_id: str, address: str, gateway_id: str, turns: Turns) -> None:
         self.is_open = True
         """False: it has failed its streams and would never serve another."""
         self._worker_id = worker_id
+        self._turns = turns
         self._channel = open_channel(address)
         attach = worker_pb2.DecodeCommand(attach=worker_pb2.Attach(gateway_id=gateway_id))
         self._outbox = Outbox(_OUTBOX_MAX, attach)
@@ -126,7 +135,7 @@ class DecodeClient:
     def start(self, request: worker_pb2.StartRequest, unread_tokens_max: int) -> SequenceStream:
         """Start a sequence under an id that no other one has."""
         assert request.request_id not in self._streams
-        stream = SequenceStream(self, request.request_id, unread_tokens_max)
+        stream = SequenceStream(self, request.request_id, unread_tokens_max, self._turns)
         self._streams[request.request_id] = stream
         self._send(worker_pb2.DecodeCommand(start=request))
         return stream
@@ -184,6 +193,7 @@ class DecodeClients:
     def __init__(self, gateway_id: str, unread_tokens_max: int) -> None:
         self._gateway_id = gateway_id
         self._unread_tokens_max = unread_tokens_max
+        self._turns = Turns(_TURNS_AT_ONCE)
         self._clients: dict[tuple[str, str], DecodeClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -192,7 +202,7 @@ class DecodeClients:
         key = (worker_id, address)
         client = self._clients.get(key)
         if client is None or not client.is_open:
-            client = self._clients[key] = DecodeClient(worker_id, address, self._gateway_id)
+            client = self._clients[key] = DecodeClient(worker_id, address, self._gateway_id, self._turns)
             task = asyncio.create_task(client.run(), name=f"decode session {worker_id}")
             self._tasks.add(task)
             task.add_done_callback(self._ended(key, client))

@@ -1,7 +1,6 @@
 """A router and a gateway over fake workers, in one process, over real gRPC. Leaving it asserts that nothing is left."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from cluster.gateway.server import GatewayServer
 from cluster.router.server import RouterServer
 from common.config import GatewayConfig, RouterConfig
 from common.status import typed_rpc_errors
-from engine.tiny import CONTEXT_TOKENS, VOCAB_TOKENS, write_tokenizer
 
 HOST = "127.0.0.1"
 LIMIT_S = 10.0
@@ -35,22 +33,6 @@ PREFILL, DECODE, BOTH = (
     worker_pb2.WORKER_ROLE_DECODE,
     worker_pb2.WORKER_ROLE_BOTH,
 )
-
-
-def write_model(folder: Path) -> Path:
-    """Write the text files of a tiny model."""
-    write_tokenizer(folder)
-    config = {
-        "model_type": "llama",
-        "max_position_embeddings": CONTEXT_TOKENS,
-        "vocab_size": VOCAB_TOKENS,
-        "eos_token_id": [0, 3],
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "hidden_size": 16,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.text import Text
-from engine.tiny import write_tokenizer
+from common.tiny_text import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from baton_pb.v1.common_pb2 import Choices, Grammar, JsonObject
 from common.errors import InvalidRequestError
 from common.grammar import CHOICES_MAX, Form, after_thinking, constraint_of, form_of, parser_limits
-from engine.tiny import write_tokenizer
+from common.tiny_text import write_tokenizer
 
 BYTES_MAX = 65536
 DEPTH_MAX = 32

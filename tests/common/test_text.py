@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, InvalidRequestError
 from common.text import Text
-from engine.tiny import write_tokenizer
+from common.tiny_text import write_tokenizer
 
 CONVERSATIONS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "What is the capital of France?"}],

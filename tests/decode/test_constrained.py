@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from baton_pb.v1 import common_pb2
 from common.errors import InvalidRequestError
 from common.grammar import Form, constraint_of, json_form
+from common.tiny_text import write_tokenizer
 from engine.grammar import Grammars
-from engine.tiny import write_tokenizer
 from tests.decode.serving import Answer, Gate, Gateway, serving, until_changed
 
 PROMPT = list(range(100, 130))

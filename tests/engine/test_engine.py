@@ -11,12 +11,13 @@ import transformers
 
 from common.config import EngineConfig
 from common.errors import ConfigError, InvalidRequestError
+from common.tiny_text import VOCAB_TOKENS
 from engine.cpu.build import supported_isas
 from engine.engine import Engine, FinishReason
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import LayerWatch, ScheduledChunk
-from engine.tiny import FAMILIES, VOCAB_TOKENS
+from engine.tiny import FAMILIES
 
 BLOCK_TOKENS = 4
 NUM_NEW = 12

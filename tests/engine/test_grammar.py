@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 
 from common.errors import BatonError, InvalidRequestError
 from common.grammar import Form, constraint_of, json_form
+from common.tiny_text import write_tokenizer
 from engine.grammar import CACHED_MAX, Grammars, Matcher
 from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.tiny import write_tokenizer
 
 VOCAB = 320
 EOS = 0

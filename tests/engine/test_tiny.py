@@ -7,7 +7,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer
 
-from engine.tiny import VOCAB_TOKENS, make_tiny_model
+from common.tiny_text import VOCAB_TOKENS
+from engine.tiny import make_tiny_model
 
 
 def test_family_and_seed_fix_the_weights(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

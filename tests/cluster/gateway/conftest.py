@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.fake_cluster import write_model
+from cluster.fake_model import write_model
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton_pb.v1 import inference_pb2
+from cluster.fake_model import write_model
 from cluster.gateway.server import GatewayServer
 from common.config import GatewayConfig
 from common.errors import ConfigError, InvalidRequestError, NotFoundError, OverloadedError
 from common.status import typed_rpc_errors
-from tests.cluster.fake_cluster import FakeCluster, fake_cluster, request, run, until, write_model
+from tests.cluster.fake_cluster import FakeCluster, fake_cluster, request, run, until
 
 
 def test_tokenize_and_detokenize_are_inverse(model_dir: Path) -> None:

@@ -206,3 +206,17 @@ async def start_again(cluster: FakeCluster, model_dir: Path) -> None:
     config = GatewayConfig(host=HOST, grpc_port=0, http_port=0)
     cluster.gateway = await GatewayServer.start(config, model_dir, "fake", cluster.router.address)
     await cluster.reconnect()
+
+
+def test_small_events_are_not_held_back_by_the_kernel(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster, wire(cluster):
+            hosting = cluster.gateway._http._hosting
+            assert hosting is not None
+            await until(lambda: hosting.num_connections == 1, "not connected")
+            [connection] = hosting._state.connections
+            accepted = connection.transport.get_extra_info("socket")
+
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(scenario())
