@@ -13,20 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from baton_pb.v1 import transfer_pb2
 from common.config import TransferConfig
-from common.errors import BatonError, MismatchError, TransferError, WorkerLostError
+from common.errors import MismatchError, TransferError, WorkerLostError
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.ticket import make_ticket
@@ -451,112 +441,3 @@ def test_large_pieces_may_be_aborted_at_any_moment(make_real_pair: MakePair, by_
             assert sum(entry.refusals for entry in pair.receiver.stats()) == 0
 
     asyncio.run(test())
-
-
-class TransferMachine(RuleBasedStateMachine):
-    """Grants, announcements, aborts and reuse in any order: a block only holds what its present owner put there."""
-
-    transport = "shm"
-
-    @initialize()
-    def start(self) -> None:
-        self.runner = asyncio.Runner()
-        self.source, self.target = FakeBlockStore(8), FakeBlockStore(8)
-        for block in range(8):
-            self.source.fill(block, block)
-        self.owned: dict[int, bytes] = {block: self.target.block(block) for block in range(8)}
-        self.open: list[tuple[Any, Any, list[int], int]] = []
-
-        async def begin() -> None:
-            config = TransferConfig.model_validate({"transport": self.transport})
-            self.sender = await TransferEndpoint.start("sender", "127.0.0.1", self.source, config)
-            self.receiver = await TransferEndpoint.start("receiver", "127.0.0.1", self.target, config)
-
-        self.runner.run(begin())
-
-    @precondition(lambda self: self.owned)
-    @rule(count=st.integers(1, 3), announced=st.integers(0, 3))
-    def grant_and_announce(self, count: int, announced: int) -> None:
-        async def step() -> None:
-            blocks = sorted(self.owned)[:count]
-            for block in blocks:
-                del self.owned[block]
-            landing = self.receiver.grant(blocks, 0)
-            push = await self.sender.open_push(landing.ticket)
-            done = min(announced, len(blocks))
-            push.announce(0, [(block + 1) % 8 for block in blocks[:done]])
-            self.open.append((landing, push, blocks, done))
-
-        self.runner.run(step())
-
-    @precondition(lambda self: self.open)
-    @rule(index=st.integers(0, 10))
-    def finish(self, index: int) -> None:
-        landing, push, blocks, done = self.open.pop(index % len(self.open))
-
-        async def step() -> None:
-            push.announce(done, [(block + 1) % 8 for block in blocks[done:]])
-            await push.finish()
-            await landing.landed()
-            for block in blocks:
-                assert self.target.block(block) == self.source.block((block + 1) % 8)
-            self._reuse(blocks)
-
-        self.runner.run(step())
-
-    @precondition(lambda self: self.open)
-    @rule(index=st.integers(0, 10), by_sender=st.booleans(), yields=st.integers(0, 6))
-    def abort(self, index: int, by_sender: bool, yields: int) -> None:
-        landing, push, blocks, done = self.open.pop(index % len(self.open))
-
-        async def step() -> None:
-            push.announce(done, [(block + 1) % 8 for block in blocks[done:]])
-            for _ in range(yields):
-                await asyncio.sleep(0)
-            first, second = (push, landing) if by_sender else (landing, push)
-            await first.abort("the machine says so")
-            if not by_sender:
-                self._reuse(blocks)
-            with pytest.raises(BatonError):
-                await (landing.landed() if by_sender else push.finish())
-            await second.abort("the machine says so")
-            if by_sender:
-                self._reuse(blocks)
-
-        self.runner.run(step())
-
-    @invariant()
-    def blocks_hold_what_their_owner_put_there(self) -> None:
-        for block, content in getattr(self, "owned", {}).items():
-            assert self.target.block(block) == content
-
-    def _reuse(self, blocks: list[int]) -> None:
-        for block in blocks:
-            content = bytes([block + 100]) * BLOCK_BYTES
-            self.target.write(block, content)
-            self.owned[block] = content
-
-    def teardown(self) -> None:
-        async def end() -> None:
-            await self.sender.close()
-            await self.receiver.close()
-            assert self.sender.num_active == self.receiver.num_active == 0
-
-        if hasattr(self, "runner"):
-            self.runner.run(end())
-            self.runner.close()
-
-
-@pytest.mark.parametrize("transport", ["shm", "ucx", "tcp"])
-def test_any_history_leaves_every_block_to_its_owner(transport: str) -> None:
-    machine = type("Machine", (TransferMachine,), {"transport": transport})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=12,
-            stateful_step_count=15,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
