@@ -39,7 +39,8 @@ def request(token_ids: Sequence[int], sampling: common_pb2.SamplingParams) -> in
 class Asker:
     """One channel to a gateway; use it in an `async with` block."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str | None = None) -> None:
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         self._channel = grpc.aio.insecure_channel(address)
         self.inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self.admin: Any = admin_pb2_grpc.AdminStub(self._channel)
@@ -63,7 +64,7 @@ class Asker:
             BatonError: what the cluster answered; `into` holds what came before.
         """
         answer = Answer() if into is None else into
-        call = self.inference.Generate(message, timeout=timeout_s)
+        call = self.inference.Generate(message, timeout=timeout_s, metadata=self._metadata)
         with typed_rpc_errors():
             async for response in call:
                 answer.num_messages += 1
@@ -83,7 +84,9 @@ class Asker:
     async def status(self) -> admin_pb2.ClusterStatus:
         """Return the cluster's status."""
         with typed_rpc_errors():
-            status: admin_pb2.ClusterStatus = await self.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=10.0)
+            status: admin_pb2.ClusterStatus = await self.admin.GetStatus(
+                admin_pb2.GetStatusRequest(), timeout=10.0, metadata=self._metadata
+            )
         return status
 
     async def quiet_status(self) -> admin_pb2.ClusterStatus:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton_pb.v1 import router_pb2, worker_pb2
 from cluster.gateway.server import GatewayServer
@@ -24,6 +25,7 @@ class LocalCluster:
     """A running cluster's parts."""
 
     address: str
+    http_address: str
     prefill: list[PrefillWorker]
     decode: list[DecodeWorker]
 
@@ -38,6 +40,7 @@ async def local_cluster(
     pool_blocks: int = 256,
     transport: str = "auto",
     policy: str = "prefix",
+    **gateway_settings: Any,
 ) -> AsyncIterator[LocalCluster]:
     """Start workers, router and gateway; stop them in the reverse order."""
     engine = EngineConfig(backend="reference", weights="fp32", block_tokens=block_tokens, pool_blocks=pool_blocks)
@@ -90,7 +93,7 @@ async def local_cluster(
             while any(worker.state != "ready" for worker in router.status().workers):
                 await asyncio.sleep(0.01)
         gateway = await GatewayServer.start(
-            GatewayConfig(host=HOST, grpc_port=0, http_port=0), model_dir, MODEL_ID, router.address
+            GatewayConfig(host=HOST, grpc_port=0, http_port=0, **gateway_settings), model_dir, MODEL_ID, router.address
         )
         stack.push_async_callback(gateway.stop)
-        yield LocalCluster(gateway.grpc_address, prefill, decode)
+        yield LocalCluster(gateway.grpc_address, gateway.http_address, prefill, decode)
