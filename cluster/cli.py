@@ -40,6 +40,9 @@ Settings = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Ove
 Address = Annotated[str, typer.Option("--addr", metavar="HOST:PORT", help="The gateway's gRPC address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ApiKey = Annotated[Path | None, typer.Option("--key-file", help="Holds the API key to show.")]
+Authority = Annotated[
+    Path | None, typer.Option("--ca", help="PEM of the authority that certified the gateway; without it: no TLS.")
+]
 KeysFile = Annotated[Path, typer.Option("--file", help="The file of keys and tenants: gateway.keys_file.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
 MaxTokens = Annotated[int | None, typer.Option(min=0, help="Most tokens to generate.")]
@@ -62,21 +65,20 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-def client_of(addr: str, key_file: Path | None) -> "Client":
+def client_of(addr: str, key_file: Path | None, ca: Path | None) -> "Client":
     """Return a client of the gateway at an address.
 
     Raises:
-        ConfigError: the address is none, or the key cannot be read.
+        ConfigError: the address is none, or a file cannot be read.
     """
     from cluster.client import Client
 
-    if key_file is None:
-        return Client(addr)
     try:
-        key = key_file.expanduser().read_text("ascii").strip()
+        key = None if key_file is None else key_file.expanduser().read_text("ascii").strip()
+        authority = None if ca is None else ca.expanduser().read_bytes()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --key-file {key_file}: {error}") from error
-    return Client(addr, key)
+        raise ConfigError(f"cannot read --key-file or --ca: {error}") from error
+    return Client(addr, key, authority)
 
 
 @app.command()
@@ -109,6 +111,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Complete PROMPT as it is: no chat template.")] = False,
     as_json: AsJson = False,
     key_file: ApiKey = None,
+    ca: Authority = None,
 ) -> None:
     """Send PROMPT to a cluster and print the answer as it comes."""
     with one_line_errors():
@@ -117,7 +120,12 @@ def generate(
         from cluster.commands import ask
 
         ask.generate(
-            client_of(addr, key_file), prompt, system, ask.sampling(max_tokens, temperature, seed, stop), raw, as_json
+            client_of(addr, key_file, ca),
+            prompt,
+            system,
+            ask.sampling(max_tokens, temperature, seed, stop),
+            raw,
+            as_json,
         )
 
 
@@ -129,23 +137,26 @@ def chat(
     temperature: Temperature = None,
     seed: Seed = None,
     key_file: ApiKey = None,
+    ca: Authority = None,
 ) -> None:
     """Converse with a cluster; it is sent the whole conversation at each turn."""
     with one_line_errors():
         from cluster.commands import ask
 
-        ask.chat(client_of(addr, key_file), system, ask.sampling(max_tokens, temperature, seed, []))
+        ask.chat(client_of(addr, key_file, ca), system, ask.sampling(max_tokens, temperature, seed, []))
 
 
 @app.command()
-def status(addr: Address = _DEFAULT_ADDRESS, as_json: AsJson = False, key_file: ApiKey = None) -> None:
+def status(
+    addr: Address = _DEFAULT_ADDRESS, as_json: AsJson = False, key_file: ApiKey = None, ca: Authority = None
+) -> None:
     """Show workers, router, gateway and model of a cluster."""
     with one_line_errors():
         from rich.console import Console
 
         from cluster.commands import show
 
-        with client_of(addr, key_file) as client:
+        with client_of(addr, key_file, ca) as client:
             state = show.status_json(client.status())
         if as_json:
             sys.stdout.write(json.dumps(state) + "\n")

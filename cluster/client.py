@@ -21,12 +21,13 @@ class Client:
     Args:
         address: HOST:PORT of its gRPC API.
         key: an API key; None: a gateway that asks for none.
+        ca: PEM of authorities, one of which must have certified the gateway; None: it is not encrypted.
 
     Raises:
         ConfigError: the address is not HOST:PORT.
     """
 
-    def __init__(self, address: str, key: str | None = None) -> None:
+    def __init__(self, address: str, key: str | None = None, ca: bytes | None = None) -> None:
         if not is_address(address):
             raise ConfigError(f"the gateway's address must be HOST:PORT, e.g. 127.0.0.1:50051, got {address!r}")
         self.address = address
@@ -34,7 +35,10 @@ class Client:
             ("grpc.max_send_message_length", _MESSAGE_BYTES_MAX),
             ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
         ]
-        self._channel = grpc.insecure_channel(address, options)
+        if ca is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca), options)
         self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
@@ -105,6 +109,12 @@ def _in_our_words(message: str, address: str) -> str:
         return f"what listens on {address} does not speak gRPC: --addr wants the gateway's gRPC port, not its HTTP port"
     if message.startswith("errors resolving"):
         return f"there is no host for {address}: name a gateway with --addr"
+    if "WRONG_VERSION_NUMBER" in message:
+        return f"what listens on {address} does not encrypt: leave out --ca"
+    if "handshake failed" in message:
+        return f"the certificate of {address} is not by an authority of --ca, or not for this name"
+    if "Socket closed" in message:
+        return f"what listens on {address} hangs up without a word: if it encrypts, it needs --ca"
     if "failed to connect" in message:
         return f"nobody listens on {address}: start a cluster with `baton serve`, or name one with --addr"
     return message

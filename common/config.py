@@ -187,6 +187,30 @@ class HttpConfig(Node):
     """Most choices of one request: its prompts times n."""
 
 
+class TlsConfig(Node):
+    """A certificate, and whom it trusts. The files are read again when they have changed."""
+
+    cert_file: Path | None = None
+    """PEM: the certificate, then those of the authorities between it and the root. None: nothing is encrypted."""
+    key_file: Path | None = None
+    """PEM: its private key."""
+    ca_file: Path | None = None
+    """PEM: authorities, one of which must have certified the other side; None: clients need no certificate."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.cert_file is not None
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> "TlsConfig":
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        if self.cert_file is None and self.ca_file is not None:
+            raise ValueError("ca_file is of no use without cert_file and key_file")
+        return self
+
+
 class RequestLimitsConfig(Node):
     """What one request may hold, by whichever API it comes. One that holds more is refused, with both numbers."""
 
@@ -220,6 +244,8 @@ class GatewayConfig(Node):
     """Largest gRPC message."""
     prompt_tokens_max: Positive | None = None
     """Longest prompt; None: the context window alone limits it."""
+    tls: TlsConfig = TlsConfig()
+    """Encrypts both APIs. With `ca_file`, clients need a certificate."""
     keys_file: Path | None = None
     """API keys and tenants (`baton key new` makes it); read again when it changes. None: nobody is asked for a key."""
     allow_anonymous: bool = False
@@ -275,9 +301,19 @@ class SupervisorConfig(Node):
 class SecurityConfig(Node):
     """How the cluster's processes know each other. What clients show is the gateway's business."""
 
+    tls: TlsConfig = TlsConfig()
+    """Encrypts calls between router, workers and gateways; wants `ca_file`. All may have one certificate."""
+    tls_name: str = "baton.internal"
+    """The name (DNS) that the certificates of these processes are for; their hosts' names do not matter."""
     secret_file: Path | None = None
     """Holds the secret that calls between router, workers and gateways carry; None: `baton serve` makes one for its
     life and hands it to the processes that it starts."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_mutual(self) -> "SecurityConfig":
+        if self.tls.is_on and self.tls.ca_file is None:
+            raise ValueError("tls.ca_file is missing: the cluster's processes must know each other's authority")
+        return self
 
 
 class RayConfig(Node):

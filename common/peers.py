@@ -1,4 +1,4 @@
-"""How the processes of one cluster know each other: a secret that every call between them carries.
+"""How the processes of one cluster know each other: a secret that every call between them carries, and certificates.
 
 `set_up` is called once, when a process starts, as the log's is: whoever serves or calls a peer through common/rpc.py
 takes part then. A process that was not set up asks for nothing and shows nothing; only tests and tools run so.
@@ -14,8 +14,9 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from common.config import SecurityConfig
+from common.config import SecurityConfig, TlsConfig
 from common.errors import ConfigError, UnauthenticatedError
+from common.tls import TlsFiles
 
 SECRET_KEY = "baton-cluster-secret"
 SECRET_CHARACTERS_MIN = 32
@@ -29,6 +30,10 @@ class Peers:
 
     secret: str = field(default="", repr=False)
     """Printable ASCII; empty: none is shown, and none asked for."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """Encrypts calls."""
+    tls_name: str = ""
+    """The name in the peers' certificates."""
 
 
 def load(config: SecurityConfig) -> Peers:
@@ -38,7 +43,7 @@ def load(config: SecurityConfig) -> Peers:
         ConfigError: the secret's file cannot be read, or holds no fit secret.
     """
     if config.secret_file is None:
-        return Peers(secrets.token_hex(32))
+        return Peers(secrets.token_hex(32), config.tls, config.tls_name)
     try:
         secret = config.secret_file.expanduser().read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,18 +53,29 @@ def load(config: SecurityConfig) -> Peers:
             f"security.secret_file {config.secret_file} must hold at least {SECRET_CHARACTERS_MIN} printable ASCII "
             "characters without spaces; `openssl rand -hex 32` makes such a secret"
         )
-    return Peers(secret)
+    return Peers(secret, config.tls, config.tls_name)
 
 
 class _Process:
     """This process's own."""
 
     peers = Peers()
+    files: TlsFiles | None = None
 
 
 def set_up(peers: Peers) -> None:
-    """Say how this process meets its peers. Servers that exist already ask for the new secret from now on."""
+    """Say how this process meets its peers. Servers that exist already ask for the new secret from now on.
+
+    Raises:
+        ConfigError: the certificate cannot be used.
+    """
+    _Process.files = TlsFiles.of(peers.tls)
     _Process.peers = peers
+
+
+def tls_files() -> TlsFiles | None:
+    """Return this process's certificate for calls to and from peers; None: they are not encrypted."""
+    return _Process.files
 
 
 def current() -> Peers:

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from common import peers
 from common.errors import ConfigError
 from common.rpc_guard import Admit, Guard
+from common.tls import TlsFiles, channel_credentials, server_credentials
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 """Largest message between our own processes: a snapshot of a million blocks has 18 MB."""
@@ -97,24 +98,42 @@ def channel_options() -> Options:
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """Return a channel to one of our own processes."""
-    secret = peers.current().secret
-    channel = grpc.aio.insecure_channel(address, options=channel_options())
+    secret, files = peers.current().secret, peers.tls_files()
+    if files is None:
+        channel = grpc.aio.insecure_channel(address, options=channel_options())
+    else:
+        name = ("grpc.ssl_target_name_override", peers.current().tls_name)
+        options: list[tuple[str, Any]] = [*channel_options(), name]
+        channel = grpc.aio.secure_channel(address, channel_credentials(files), options=options)
     return peers.PeerChannel(channel, secret) if secret else channel
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Take a port (0: any free one) and return the address.
+    """Take a port for peers (0: any free one) and return the address.
 
     Raises:
         ConfigError: the port cannot be had.
     """
+    return bind_with(peers.tls_files(), server, host, port)
+
+
+def bind_with(files: TlsFiles | None, server: grpc.aio.Server, host: str, port: int) -> str:
+    """Take a port (0: any free one) for whoever comes, with this certificate, and return the address.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if files is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, server_credentials(files))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: is the port taken?") from error
     if bound == 0:
         raise ConfigError(f"cannot listen on {host}:{port}: is the port taken?")
-    return f"{host}:{bound}"
+    return f"{address.rpartition(':')[0]}:{bound}"
 
 
 class Health:

@@ -171,14 +171,19 @@ class _Serving:
         self._write_ready_file(states)
         address, http = _address_of(states, Role.GATEWAY), _http_address(states)
         seconds = time.monotonic() - self._started
-        hint = "" if self._config.gateway.grpc_port == 50051 else f" --addr {address}"
+        gateway = self._config.gateway
+        scheme, curl = ("https", "curl -N --cacert CA.pem") if gateway.tls.is_on else ("http", "curl -N")
+        hint = "" if gateway.grpc_port == 50051 else f" --addr {address}"
+        hint += " --ca CA.pem" if gateway.tls.is_on else ""
+        if gateway.keys_file is not None:
+            hint, curl = f"{hint} --key-file KEY", f"{curl} -H 'authorization: Bearer KEY'"
         self._report.close()
         self._report.say(
-            f"{READY_WORD} after {seconds:.1f} s: {model.model_id} on grpc://{address} and http://{http}/v1"
+            f"{READY_WORD} after {seconds:.1f} s: {model.model_id} on grpc://{address} and {scheme}://{http}/v1"
         )
         self._report.say(f'try: {_command()} generate{hint} "Why is the sky blue?"')
         body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True})
-        self._report.say(f" or: curl -N http://{http}/v1/chat/completions -d '{body}'")
+        self._report.say(f" or: {curl} {scheme}://{http}/v1/chat/completions -d '{body}'")
 
     def _write_ready_file(self, states: list[MemberState]) -> None:
         if self._ready_file is None:

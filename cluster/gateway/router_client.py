@@ -17,6 +17,7 @@ from cluster.gateway.outbox import Outbox
 from cluster.service_level import ORDINARY, ServiceLevel, priority_to_pb
 from common.errors import BatonError, WorkerLostError
 from common.logs import log
+from common.peers import tls_files
 from common.rpc import open_channel
 from common.status import error_from_pb, error_from_rpc, typed_rpc_errors
 
@@ -182,6 +183,7 @@ class RouterClient:
                 else:
                     reason = "it ended the session"
                 await self._lose(reason)
+                await self._renew_channel()
                 await asyncio.sleep(pause_s)  # backoff: a connection that fails cannot be waited for
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
         finally:
@@ -268,6 +270,13 @@ class RouterClient:
                     question.limit.reschedule(asyncio.get_running_loop().time() + patience_s)
                 else:
                     question.answer.set_result(reply)
+
+    async def _renew_channel(self) -> None:
+        """Connect anew where connections are encrypted: a channel shows for ever the certificate it began with."""
+        if tls_files() is not None:
+            await self._channel.close(None)
+            self._channel = open_channel(self._address)
+            self._stub = router_pb2_grpc.RouterStub(self._channel)
 
     async def _lose(self, reason: str) -> None:
         was_connected = self._connected.is_set()

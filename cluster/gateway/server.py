@@ -25,8 +25,9 @@ from common.clock import MonotonicClock
 from common.config import GatewayConfig
 from common.logs import log
 from common.model_facts import ModelFacts
-from common.rpc import Health, bind, make_server
+from common.rpc import Health, bind, bind_with, make_server
 from common.text import Text
+from common.tls import TlsFiles
 
 _LOG = logging.getLogger(__name__)
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -44,6 +45,8 @@ class GatewayServer:
         """host:port"""
         self.http_address = ""
         """host:port"""
+        self.probe_address: str | None = None
+        """Where the processes of the cluster find the health service when `grpc_address` is encrypted."""
         self.gateway_id = f"gateway-{secrets.token_hex(4)}"
         self._config = config
         self._counts = Counts(config.running_max)
@@ -112,7 +115,11 @@ class GatewayServer:
         self._tokenizing.close()
 
     async def _open(self) -> None:
-        self.grpc_address = bind(self._server, self._config.host, self._config.grpc_port)
+        config = self._config
+        files = TlsFiles.of(config.tls)
+        self.grpc_address = bind_with(files, self._server, config.host, config.grpc_port)
+        if files is not None:  # whoever watches this process has no certificate of a client
+            self.probe_address = bind(self._server, "127.0.0.1", 0)
         admin = AdminService(
             self.gateway_id, self.grpc_address, self._counts, self._router, self._inference, self._clock
         )
@@ -124,7 +131,7 @@ class GatewayServer:
         await self._server.start()
         await self._health.set_serving(True, ["", _ADMIN])
         self._router_session = asyncio.create_task(self._router.run(), name="router session")
-        await self._http.open(self._config.host, self._config.http_port)
+        await self._http.open(config.host, config.http_port, files)
         self.http_address = self._http.address
         addresses = {"address": self.grpc_address, "http": self.http_address}
         log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, **addresses)

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from cluster.gateway.server import GatewayServer
+from cluster.supervisor.fleet import PROBE
 from common.config import GatewayConfig
 
 
@@ -15,7 +16,8 @@ class HostedGateway:
 
     def addresses(self) -> dict[str, str]:
         """Return where it listens."""
-        return {"grpc": self._server.grpc_address, "http": self._server.http_address}
+        probe = {} if self._server.probe_address is None else {PROBE: self._server.probe_address}
+        return {"grpc": self._server.grpc_address, "http": self._server.http_address, **probe}
 
     async def wait_failed(self) -> None:
         """Never return: requests fail one by one; a dead process is seen by its supervisor."""

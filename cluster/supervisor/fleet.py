@@ -24,6 +24,10 @@ class Role(Enum):
         return self not in (Role.ROUTER, Role.GATEWAY)
 
 
+PROBE = "probe"
+"""Name of the further address at which a process's health is asked for, when it is not the main one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a process runs and listens."""
@@ -32,6 +36,11 @@ class Place:
     node: str
     pid: int
     extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def probe_address(self) -> str:
+        """Where to ask for its health."""
+        return self.extra.get(PROBE, self.address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class Supervisor:
             async with asyncio.timeout(self._config.start_timeout_s):
                 place = await process.started()
             self._inbox.put_nowait(_Started(name, life, place))
-            error = BatonError(await _first(process.failed(), self._prober.hung(place.address)))
+            error = BatonError(await _first(process.failed(), self._prober.hung(place.probe_address)))
         except TimeoutError:
             error = BatonError(f"{name} did not start within {self._config.start_timeout_s:g} s")
         except BatonError as raised:

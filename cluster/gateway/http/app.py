@@ -28,6 +28,7 @@ from common.config import HttpConfig
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
 from common.logs import log
 from common.text import Text
+from common.tls import TlsFiles
 
 _LOG = logging.getLogger(__name__)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -77,13 +78,13 @@ class HttpFace:
         """host:port; empty before `open`."""
         return "" if self._hosting is None else self._hosting.address
 
-    async def open(self, host: str, port: int) -> None:
-        """Listen.
+    async def open(self, host: str, port: int, files: TlsFiles | None) -> None:
+        """Listen; encrypted, if there is a certificate.
 
         Raises:
             ConfigError: the port cannot be had.
         """
-        self._hosting = await HttpHost.start(self._config, self, host, port)
+        self._hosting = await HttpHost.start(self._config, self, host, port, files)
 
     async def stop(self, grace_s: float) -> None:
         """Give running requests `grace_s`, then end them and close everything. Idempotent."""

@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from common.config import HttpConfig
 from common.errors import ConfigError
+from common.tls import CurrentContext, TlsFiles
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -57,7 +58,7 @@ class HttpHost:
         self._server: asyncio.Server | None = None
 
     @classmethod
-    async def start(cls, config: HttpConfig, app: App, host: str, port: int) -> Self:
+    async def start(cls, config: HttpConfig, app: App, host: str, port: int, files: TlsFiles | None = None) -> Self:
         """Listen.
 
         Args:
@@ -65,6 +66,7 @@ class HttpHost:
             app: the ASGI application.
             host: address to listen on.
             port: 0: any free one.
+            files: the certificate to show; None: connections are not encrypted.
 
         Raises:
             ConfigError: the port cannot be had.
@@ -73,7 +75,12 @@ class HttpHost:
         listener = _listen(host, port)
         hosting.address = f"{host}:{listener.getsockname()[1]}"
         loop = asyncio.get_running_loop()
-        hosting._server = await loop.create_server(hosting._connection, sock=listener, backlog=_BACKLOG)
+        hosting._server = await loop.create_server(
+            hosting._connection,
+            sock=listener,
+            backlog=_BACKLOG,
+            ssl=None if files is None else CurrentContext.of(files),
+        )
         return hosting
 
     @property
