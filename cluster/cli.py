@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from common import config as configuration
+from common import config_file as configuration
 from common.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:

@@ -1,14 +1,11 @@
-"""The whole config tree. Read once, by cluster/cli.py; each component gets its own node and never the root."""
+"""The whole config tree. config_file.py reads it, once; each component gets its own node and never the root."""
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
-
-from common.errors import ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0)]
@@ -371,48 +368,3 @@ class ClusterConfig(Node):
                 f"{self.router.queue_max}: else the gateway refuses before the router can shed the lowest class"
             )
         return self
-
-
-def load(path: Path | None, overrides: list[str]) -> ClusterConfig:
-    """Read the config file, if any, and apply `a.b=c` overrides in order.
-
-    Raises:
-        ConfigError: unreadable file, bad YAML, unknown key, value out of range; the message is one line.
-    """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = yaml.safe_load(path.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read config file {path}: {' '.join(str(error).split())}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError(f"config file {path} must hold a mapping, not a {type(tree).__name__}")
-    for override in overrides:
-        _apply(tree, override)
-    try:
-        return ClusterConfig.model_validate(tree)
-    except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from error
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    path, equals, value = override.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"--set wants a.b=c, got {override!r}")
-    *parents, leaf = path.split(".")
-    node: Any = tree
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"--set {override}: {parent} is not a section")
-    try:
-        node[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: the value is not YAML") from error
-
-
-def _describe(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "config"
-    if item["type"] == "extra_forbidden":
-        return f"unknown config key {where}"
-    return f"config key {where}: {item['msg']}, got {item['input']!r}" if item["loc"] else f"config: {item['msg']}"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.launcher.worker_actor import open_worker
-from common.config import ClusterConfig, load
+from common.config import ClusterConfig
+from common.config_file import load
 
 _CLASSES = {"prefill": "prefill.worker:PrefillWorker", "decode": "decode.worker:DecodeWorker"}
 

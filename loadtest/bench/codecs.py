@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.model_store import prepare
-from common.config import load
+from common.config_file import load
 from common.errors import ConfigError
 from loadtest.bench.common import BenchRow, publish
 

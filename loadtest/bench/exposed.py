@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cluster.model_store import resolve
-from common.config import load
+from common.config_file import load
 from loadtest.bench.common import BenchRow, Repeated, publish
 from loadtest.bench.exposed_pair import PairSettings, Sample
 from loadtest.bench.network import LinkShape, TwoHosts, why_no_hosts

@@ -5,7 +5,8 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from common.config import ClusterConfig, Node, load
+from common.config import ClusterConfig, Node
+from common.config_file import load
 from common.errors import ConfigError
 
 

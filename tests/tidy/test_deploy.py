@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from common import config
+from common import config, config_file
 
 ROOT = Path(__file__).parents[2]
 CRDS = ROOT.parent / "shared" / "kuberay-crds"
@@ -57,7 +57,7 @@ def test_the_config_inside_the_manifest_is_one_of_ours() -> None:
 
 
 def test_the_multi_host_config_is_one_of_ours() -> None:
-    assert config.load(ROOT / "deploy/cluster.yaml", []).ray.address == "auto"
+    assert config_file.load(ROOT / "deploy/cluster.yaml", []).ray.address == "auto"
 
 
 def test_ray_up_accepts_its_file() -> None:
