@@ -27,6 +27,7 @@ class FakeSequence:
     request_id: str
     tokens: Iterator[int]
     sampling: common_pb2.SamplingParams
+    eos_token_ids: frozenset[int]
     count: int = 0
     waits_for_prefill: bool = False
     has_begun: bool = False
@@ -37,7 +38,7 @@ class FakeSequence:
         self.has_begun = True
         self.count += 1
         output = worker_pb2.SequenceOutput(request_id=self.request_id, tokens=[self.sampled(token_id)])
-        if token_id in self.sampling.stop_token_ids:
+        if token_id in self.sampling.stop_token_ids or token_id in self.eos_token_ids:
             output.finished.CopyFrom(summary(common_pb2.FINISH_REASON_STOP))
         elif self.count == self.sampling.max_tokens:
             output.finished.CopyFrom(summary(common_pb2.FINISH_REASON_LENGTH))

@@ -38,6 +38,8 @@ class FakeModel:
     generation: int = 1
     running_max: int = 0
     """Sequences beyond which the router takes it for full; 0: never."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """What ends its sequences."""
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +223,7 @@ class FakeWorker:
             finished = summary(common_pb2.FINISH_REASON_LENGTH)
             session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, finished=finished))
             return
-        sequence = FakeSequence(request.request_id, tokens, request.sampling, num_generated)
+        sequence = FakeSequence(request.request_id, tokens, request.sampling, self.model.eos_token_ids, num_generated)
         session.sequences[request.request_id] = sequence
         if request.HasField("prefill"):
             sequence.waits_for_prefill = True

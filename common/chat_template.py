@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -32,9 +33,13 @@ class ChatTemplate:
         Raises:
             ConfigError: it is not a Jinja template.
         """
+        self.source = source
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            """What it reads of what it is given."""
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template, line {error.lineno}: {error.message}") from error
 

@@ -261,6 +261,10 @@ class GatewayConfig(Node):
     """Longest life of a request; a client's own deadline may only be shorter."""
     token_wait_s: Seconds = 600.0
     """Longest wait for a request's next token, or for its first; then it ends with DEADLINE_EXCEEDED."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """How the model writes tool calls; `auto`: by its chat template, `hermes` where that tells nothing."""
+    reasoning: Literal["auto", "think", "none"] = "auto"
+    """Whether answers may begin with `<think>...</think>`, which is told apart; `auto`: by the chat template."""
     request: RequestLimitsConfig = RequestLimitsConfig()
     """What one request may hold."""
     http: HttpConfig = HttpConfig()

@@ -6,7 +6,7 @@ Each class takes time linear in its input, whatever the pieces.
 """
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 _PENDING_TOKENS_MAX = 3
@@ -88,6 +88,35 @@ class WindowDecoder:
         if text:
             self._context = released
         return text
+
+
+class ShownDecoder:
+    """Writes some special tokens out, and leaves what is between them to decoders that would skip them."""
+
+    def __init__(self, new_decoder: Callable[[], TokenDecoder], shown: Mapping[int, str]) -> None:
+        """Start a text.
+
+        Args:
+            new_decoder: starts a text without them.
+            shown: their texts.
+        """
+        self._new_decoder = new_decoder
+        self._shown = shown
+        self._decoder = new_decoder()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See TokenDecoder."""
+        return "".join(map(self._push, token_ids))
+
+    def finish(self) -> str:
+        """See TokenDecoder."""
+        return self._decoder.finish()
+
+    def _push(self, token_id: int) -> str:
+        if token_id not in self._shown:
+            return self._decoder.push([token_id])
+        before, self._decoder = self._decoder.finish(), self._new_decoder()
+        return before + self._shown[token_id]
 
 
 class StopFilter:

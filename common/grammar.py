@@ -105,16 +105,26 @@ def constraint_of(form: Form) -> str:
     return json.dumps({"grammars": [{"lark_grammar": form.lark}, *nested]}, ensure_ascii=False)
 
 
-def after_thinking(form: Form, opening: str, closing: str, is_open: bool) -> Form:
+def either(first: Form, second: Form) -> Form:
+    """Return the grammar of what one of two allows; their nested grammars have different names."""
+    assert not first.nested.keys() & second.nested.keys()
+    nested = {"first": {"lark_grammar": first.lark}, "second": {"lark_grammar": second.lark}}
+    return Form("start: @first | @second", {**nested, **first.nested, **second.nested})
+
+
+def after_thinking(form: Form, opening: str, closing: str, is_token: bool, is_open: bool) -> Form:
     """Return a grammar that lets the model think before it answers.
 
     Args:
         form: of the answer.
-        opening: how thinking begins, in Lark: a quoted text or a special token's name.
-        closing: how it ends, as plain text.
+        opening: how thinking begins, in Lark: a quoted text or a special token.
+        closing: how it ends.
+        is_token: whether the closing is a special token.
         is_open: whether the prompt ends inside the thinking, so that it goes on; otherwise it may be left out.
     """
-    thought = f"thought[suffix={quoted(closing)}]: /(?s:.*)/\ngap: /\\s{{0,8}}/\n"
+    text = "/(?s:.*)/"
+    rule = f"thought: {text} {closing}" if is_token else f"thought[suffix={closing}]: {text}"
+    thought = f"{rule}\ngap: /\\s{{0,8}}/\n"
     start = "start: thought gap @answer\n" if is_open else f"start: (gap {opening} thought)? gap @answer\n"
     return Form(start + thought, {"answer": {"lark_grammar": form.lark}, **form.nested})
 

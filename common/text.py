@@ -9,7 +9,7 @@ from typing import Any, Self
 import tokenizers
 
 from common.chat_template import ChatTemplate
-from common.detokenizer import ByteDecoder, Detokenizer, TokenDecoder, WindowDecoder
+from common.detokenizer import ByteDecoder, Detokenizer, ShownDecoder, TokenDecoder, WindowDecoder
 from common.errors import ConfigError, InvalidRequestError
 from common.model_facts import read_json
 
@@ -52,6 +52,16 @@ class Text:
         return self._template is not None
 
     @property
+    def template_source(self) -> str:
+        """The chat template's text; empty if there is none."""
+        return "" if self._template is None else self._template.source
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads of what it is given."""
+        return frozenset() if self._template is None else self._template.variables
+
+    @property
     def vocab_tokens(self) -> int:
         """Tokens that the tokenizer knows; the model may have room for more."""
         return self._tokenizer.get_vocab_size()
@@ -67,6 +77,14 @@ class Text:
     def token(self, token_id: int) -> str:
         """Return one token's own text, special or not; half a character becomes a replacement character."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its own text; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is left out of texts."""
+        return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return one token's own bytes, special or not: a part of a character stays a part."""
@@ -89,14 +107,20 @@ class Text:
         # The template writes the special tokens itself.
         return self.encode(self._template.render(messages, **extra), add_special_tokens=False)
 
-    def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
-        """Begin the text of a sequence that ends at any of the strings `stop`, none of them empty."""
-        decoder: TokenDecoder
-        if self._is_byte_level:
-            decoder = ByteDecoder(self._token_bytes)
-        else:
-            decoder = WindowDecoder(self.decode, self._special_ids.__contains__)
+    def detokenizer(self, stop: Sequence[str] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """Begin the text of a sequence.
+
+        Args:
+            stop: strings that end it, none of them empty.
+            shown: special tokens that are written out in it.
+        """
+        decoder = ShownDecoder(self._decoder, {i: self.token(i) for i in shown}) if shown else self._decoder()
         return Detokenizer(decoder, stop)
+
+    def _decoder(self) -> TokenDecoder:
+        if self._is_byte_level:
+            return ByteDecoder(self._token_bytes)
+        return WindowDecoder(self.decode, self._special_ids.__contains__)
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from random import Random
 
 from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
+from cluster.gateway.chat import ChatPrompt
 from cluster.gateway.constraints import Constraints
 from cluster.gateway.counts import Counts
 from cluster.gateway.decode_client import DecodeClients, Outputs, SequenceStream, UnreadError
 from cluster.gateway.failures import Failures
+from cluster.gateway.limits import Limits
 from cluster.gateway.metrics import Metrics
+from cluster.gateway.parsing.formats import Formats, Thinking
 from cluster.gateway.permissions import check_may_use, for_caller, longest_answer
 from cluster.gateway.progress import Delta, Progress
-from cluster.gateway.request import Limits, Request, check_model, check_window, request_from_pb
+from cluster.gateway.request import Request, check_model, check_window, request_from_pb
 from cluster.gateway.router_client import Reservation, RouterClient, Wanted
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER, Caller
@@ -37,6 +40,8 @@ class _Prepared:
     block_tokens: int
     sampling: common_pb2.SamplingParams
     """The request's, with max_tokens and the constraint."""
+    thinking: Thinking
+    """Where the prompt leaves the model."""
 
 
 class Generator:
@@ -47,6 +52,7 @@ class Generator:
         model_id: str,
         facts: ModelFacts,
         text: Text,
+        formats: Formats,
         config: GatewayConfig,
         router: RouterClient,
         workers: DecodeClients,
@@ -63,7 +69,8 @@ class Generator:
         self._router = router
         self._workers = workers
         self._tokenizing = tokenizing
-        self._constraints = Constraints(tokenizing, config.request)
+        self._formats = formats
+        self._constraints = Constraints(tokenizing, formats, config.request)
         self._counts = counts
         self._uses = uses
         self._clock = clock
@@ -98,8 +105,9 @@ class Generator:
                 names_class=message.priority != common_pb2.PRIORITY_UNSPECIFIED,
             )
             prepared = await self._prepare(request, caller, use)
+            reading = self._formats.reading(request.tools, prepared.thinking)
             progress = Progress(
-                request, prepared.token_ids, received_s, self._text, self._facts.eos_token_ids, self._clock
+                request, prepared.token_ids, received_s, self._text, self._facts.eos_token_ids, self._clock, reading
             )
             deadline_s = received_s + timeout_s
             metrics = self._metrics.stream(received_s)
@@ -137,7 +145,9 @@ class Generator:
         """Tokenize a request and see that it fits."""
         token_ids = await self._tokenizing.token_ids(request.prompt)
         check_window(len(token_ids), _max_tokens(request), self.limits())  # before anything is waited for
-        constraint = "" if request.grammar is None else await self._constraints.of(request.grammar)
+        is_chat = isinstance(request.prompt, ChatPrompt)
+        thinking = self._formats.thinking_after(token_ids) if is_chat else Thinking.NEVER
+        constraint = await self._constraints.of(request, thinking)
         cluster = await self._router.known_facts()
         if cluster.model_id != self._model_id:
             raise MismatchError(f"the workers serve model {cluster.model_id!r}, this gateway {self._model_id!r}")
@@ -147,7 +157,7 @@ class Generator:
         sampling.max_tokens = room if sampling.HasField("max_tokens") else longest_answer(room, caller)
         sampling.constraint = constraint
         use.prompt(len(token_ids))
-        return _Prepared(request, caller, token_ids, cluster.block_tokens, sampling)
+        return _Prepared(request, caller, token_ids, cluster.block_tokens, sampling, thinking)
 
     async def _serve(self, prepared: _Prepared, progress: Progress, deadline_s: float) -> AsyncGenerator[Delta, None]:
         """Place the request and relay its tokens; when a worker fails it, place it anew with the tokens it has so far.

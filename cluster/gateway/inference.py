@@ -13,11 +13,13 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import inference_pb2, inference_pb2_grpc
+from cluster.gateway.chat import check_chat
 from cluster.gateway.choices import Piece, choices_of, pieces_of
 from cluster.gateway.deadline import deadline
 from cluster.gateway.generate import Generator
+from cluster.gateway.parsing.interface import CallPiece
 from cluster.gateway.permissions import may_use
-from cluster.gateway.request import TextPrompt, check_chat, check_text
+from cluster.gateway.request import TextPrompt, check_text
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER
 from common.errors import BatonError, InvalidRequestError
@@ -64,7 +66,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     text = check_text(request.text, limits).text
                     token_ids = await self._tokenizing.token_ids(TextPrompt(text, request.add_special_tokens))
                 case "chat":
-                    token_ids = await self._tokenizing.token_ids(check_chat(request.chat, limits))
+                    prompt = check_chat(request.chat, request.tools, request.template_arguments, limits)
+                    token_ids = await self._tokenizing.token_ids(prompt)
                 case None:
                     raise InvalidRequestError("prompt is missing: set text or chat")
             return inference_pb2.TokenizeResponse(
@@ -115,7 +118,13 @@ def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
         logprobs=delta.logprobs,
         finished=delta.finished,
         choice=piece.index,
+        reasoning=delta.reasoning,
+        tool_calls=[_piece(piece) for piece in delta.calls],
     )
+
+
+def _piece(piece: CallPiece) -> inference_pb2.ToolCallPiece:
+    return inference_pb2.ToolCallPiece(index=piece.index, id=piece.call_id, name=piece.name, arguments=piece.arguments)
 
 
 @asynccontextmanager

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
+from cluster.gateway.parsing.formats import Reading
+from cluster.gateway.parsing.interface import CallPiece, Parsed
 from cluster.gateway.request import Request
 from common.clock import Clock
 from common.text import Text
@@ -21,13 +23,24 @@ class Delta:
     """Set in the last one only."""
     num_prompt_tokens: int = 0
     """0: as before."""
+    reasoning: str = ""
+    """What the model thinks before it answers; no part of the text."""
+    calls: Sequence[CallPiece] = ()
+    """What became certain of calls of tools; no part of the text."""
 
 
 class Progress:
     """Owned by the task that serves the request."""
 
     def __init__(
-        self, request: Request, prompt: Sequence[int], received_s: float, text: Text, eos: frozenset[int], clock: Clock
+        self,
+        request: Request,
+        prompt: Sequence[int],
+        received_s: float,
+        text: Text,
+        eos: frozenset[int],
+        clock: Clock,
+        reading: Reading,
     ) -> None:
         """Begin.
 
@@ -38,12 +51,16 @@ class Progress:
             text: the model's.
             eos: the model's stop tokens.
             clock: for the times.
+            reading: how calls and thinking are told from text.
         """
         self.prompt = prompt
         self.token_ids: list[int] = []
         """The output."""
         self._text = text
-        self._detokenizer = text.detokenizer(request.stop)
+        self._detokenizer = text.detokenizer(request.stop, reading.shown)
+        self._reading = reading
+        self._num_reasoning_tokens = 0
+        self._has_calls = False
         self._wants_logprobs = request.sampling.HasField("logprobs")
         ending = frozenset(request.sampling.stop_token_ids)
         self._stop_ids = ending if request.sampling.ignore_eos else ending | eos
@@ -60,9 +77,11 @@ class Progress:
 
     def take(self, tokens: Sequence[common_pb2.SampledToken]) -> Delta:
         """Add tokens; those after a stop string are dropped."""
-        text, taken = "", list[common_pb2.SampledToken]()
+        parsed, taken = Parsed(), list[common_pb2.SampledToken]()
         for token in tokens:
-            text += self._push(token.token_id)
+            if self._reading.thinking is not None and self._reading.thinking.is_thinking:
+                self._num_reasoning_tokens += 1
+            parsed += self._parse(self._push(token.token_id))
             taken.append(token)
             if self.stopped:
                 break
@@ -73,7 +92,7 @@ class Progress:
         token_ids = [token.token_id for token in taken]
         self.token_ids += token_ids
         logprobs = self._with_texts(taken) if self._wants_logprobs else ()
-        return Delta(text, token_ids, logprobs, num_prompt_tokens=len(self.prompt))
+        return Delta(parsed.text, token_ids, logprobs, None, len(self.prompt), parsed.reasoning, parsed.calls)
 
     def finish(self, summary: worker_pb2.SequenceFinished, placement: router_pb2.WorkerPlacement, last: Delta) -> Delta:
         """End the request.
@@ -86,13 +105,16 @@ class Progress:
         Returns:
             The last delta, with the text that was held back.
         """
-        text, reason = last.text, summary.reason
+        text, reason = "", summary.reason
         if not self.stopped:
             if self._withheld is not None and reason != common_pb2.FINISH_REASON_STOP:
                 text += self._detokenizer.push([self._withheld])  # it did not end the sequence: it is text
             text += self._detokenizer.finish()
         if self.stopped:
             reason = common_pb2.FINISH_REASON_STOP
+        parsed = Parsed(last.text, last.reasoning, tuple(last.calls)) + self._parse(text, is_last=True)
+        if self._has_calls and reason == common_pb2.FINISH_REASON_STOP:
+            reason = common_pb2.FINISH_REASON_TOOL_CALLS
         finished = inference_pb2.Finished(
             reason=reason,
             stop=self._detokenizer.stopped or "",
@@ -101,6 +123,7 @@ class Progress:
                 output_tokens=len(self.token_ids),
                 # A sequence that moved may have found its own output cached.
                 cached_tokens=min(summary.cached_tokens, len(self.prompt)),
+                reasoning_tokens=self._num_reasoning_tokens,
             ),
             timing=self._timing(summary),
             placement=common_pb2.Placement(
@@ -110,7 +133,17 @@ class Progress:
                 reason=placement.reason,
             ),
         )
-        return Delta(text, last.token_ids, last.logprobs, finished)
+        return Delta(parsed.text, last.token_ids, last.logprobs, finished, 0, parsed.reasoning, parsed.calls)
+
+    def _parse(self, text: str, is_last: bool = False) -> Parsed:
+        parser = self._reading.parser
+        if parser is None:
+            return Parsed(text)
+        parsed = parser.push(text) if text else Parsed()
+        if is_last:
+            parsed += parser.finish()
+        self._has_calls = self._has_calls or bool(parsed.calls)
+        return parsed
 
     def _push(self, token_id: int) -> str:
         """Return the text of a token. A token that may end the sequence has text only if the sequence goes on."""

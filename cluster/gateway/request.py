@@ -1,12 +1,14 @@
 """One internal request, whatever door it came through, and every check that can be made before a worker is asked."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from baton_pb.v1 import common_pb2, inference_pb2
+from cluster.gateway.chat import ChatPrompt, check_chat
+from cluster.gateway.limits import Limits
+from cluster.gateway.tool_use import ToolUse, tool_use_from_pb
 from cluster.service_level import ORDINARY, ServiceLevel, level_from_pb
-from common.config import RequestLimitsConfig
 from common.errors import InvalidRequestError, NotFoundError
 
 # The workers' own limits (engine/sampling_params.py), known here so that a bad request ends at the door.
@@ -22,26 +24,6 @@ STOP_CHARACTERS_MAX = 256
 REQUEST_ID_CHARACTERS_MAX = 128
 MESSAGES_MAX = 4096
 """The most that gateway.request.messages_max may allow."""
-_CHARACTERS_PER_TOKEN_MAX = 256
-"""No vocabulary has longer tokens in numbers that matter: a longer text cannot fit and is not worth tokenizing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model and the configuration allow."""
-
-    model_id: str
-    context_tokens: int
-    vocab_tokens: int
-    prompt_tokens_max: int
-    """At most the window less one: there must be room for a token."""
-    request: RequestLimitsConfig = field(default_factory=RequestLimitsConfig)
-    """What else one request may hold."""
-
-    @property
-    def prompt_characters_max(self) -> int:
-        """Characters beyond which a text need not be tokenized to know that it is too long."""
-        return self.prompt_tokens_max * _CHARACTERS_PER_TOKEN_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +41,6 @@ class TokenPrompt:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """Rendered by the model's template."""
-
-    messages: tuple[Mapping[str, str], ...]
-
-
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
@@ -80,6 +55,8 @@ class Request:
     stop: tuple[str, ...]
     grammar: common_pb2.Grammar | None = None
     """What the output must look like."""
+    tools: ToolUse | None = None
+    """What the model may call; None: nothing."""
     level: ServiceLevel = ORDINARY
     tenant: str = ""
     """Whose it is; by whom that is known, the message does not say."""
@@ -110,12 +87,16 @@ def request_from_pb(
     sampling.ClearField("grammar")
     if not sampling.HasField("seed"):
         sampling.seed = draw_seed()
+    tools = tool_use_from_pb(message, limits.request)
+    if sampling.ignore_eos and (grammar is not None or (tools is not None and tools.must_call)):
+        raise InvalidRequestError("ignore_eos must not be set with a grammar, which ends the output by itself")
     return Request(
         _check_id(message.request_id) or request_id,
         _prompt_from_pb(message, limits),
         sampling,
         stop,
         grammar,
+        tools,
         level_from_pb(message),
     )
 
@@ -138,28 +119,8 @@ def check_text(text: str, limits: Limits) -> TextPrompt:
     """
     if not text:
         raise InvalidRequestError("prompt is empty")
-    _check_length(len(text), limits)
+    limits.check_length(len(text))
     return TextPrompt(text)
-
-
-def check_chat(messages: inference_pb2.ChatMessages, limits: Limits) -> ChatPrompt:
-    """Return a prompt of chat messages.
-
-    Raises:
-        InvalidRequestError: none, too many or too long ones, one without a role, or nothing said in any of them.
-    """
-    if not messages.messages:
-        raise InvalidRequestError("prompt is empty: chat has no messages")
-    most = limits.request.messages_max
-    if len(messages.messages) > most:
-        raise InvalidRequestError(f"messages must have at most {most} entries, got {len(messages.messages)}")
-    for number, message in enumerate(messages.messages):
-        if not message.role:
-            raise InvalidRequestError(f"messages[{number}].role is missing")
-    if not any(message.content for message in messages.messages):
-        raise InvalidRequestError("prompt is empty: no chat message has any content")
-    _check_length(sum(len(message.content) for message in messages.messages), limits)
-    return ChatPrompt(tuple({"role": message.role, "content": message.content} for message in messages.messages))
 
 
 def check_window(num_prompt_tokens: int, max_tokens: int | None, limits: Limits) -> int:
@@ -194,7 +155,9 @@ def _prompt_from_pb(message: inference_pb2.GenerateRequest, limits: Limits) -> P
         case "token_ids":
             return _check_token_ids(message.token_ids.ids, limits)
         case "chat":
-            return check_chat(message.chat, limits)
+            is_offered = message.tool_choice.mode != inference_pb2.TOOL_MODE_NONE
+            tools = message.tools if is_offered else []
+            return check_chat(message.chat, tools, message.template_arguments, limits)
         case None:
             raise InvalidRequestError("prompt is missing: set text, token_ids or chat")
 
@@ -220,14 +183,6 @@ def _check_token_ids(ids: Sequence[int], limits: Limits) -> TokenPrompt:
 def _check_vocabulary(name: str, token_ids: Collection[int], limits: Limits) -> None:
     if token_ids and max(token_ids) >= limits.vocab_tokens:
         raise InvalidRequestError(f"{name} must be below {limits.vocab_tokens}, got {max(token_ids)}")
-
-
-def _check_length(num_characters: int, limits: Limits) -> None:
-    if num_characters > limits.prompt_characters_max:
-        raise InvalidRequestError(
-            f"prompt has {num_characters} characters, more than a prompt of {limits.prompt_tokens_max} tokens can have "
-            f"(context window {limits.context_tokens})"
-        )
 
 
 def _check_id(request_id: str) -> str:
@@ -261,8 +216,6 @@ def _check_sampling(sampling: common_pb2.SamplingParams, limits: Limits) -> None
             )
     if sampling.constraint:
         raise InvalidRequestError("constraint is made by the gateway: set grammar")
-    if sampling.HasField("grammar") and sampling.ignore_eos:
-        raise InvalidRequestError("ignore_eos must not be set with a grammar, which ends the output by itself")
     if sampling.min_tokens >= limits.context_tokens:
         raise InvalidRequestError(
             f"min_tokens must be below the context window, {limits.context_tokens}, got {sampling.min_tokens}"

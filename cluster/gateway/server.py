@@ -16,6 +16,7 @@ from cluster.gateway.generate import Generator
 from cluster.gateway.http.app import HttpFace, Parts
 from cluster.gateway.inference import InferenceService
 from cluster.gateway.metrics import Metrics
+from cluster.gateway.parsing.formats import Formats
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.door import Door
@@ -56,11 +57,13 @@ class GatewayServer:
         self._metrics = Metrics(self._counts, uses, self._clock)
         self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
         self._workers = DecodeClients(self.gateway_id, config.unread_tokens_max)
-        self._tokenizing = Tokenizing(text)
+        formats = Formats(text, config.tool_format, config.reasoning)
+        self._tokenizing = Tokenizing(text, formats)
         generator = Generator(
             model_id,
             facts,
             text,
+            formats,
             config,
             self._router,
             self._workers,

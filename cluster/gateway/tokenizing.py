@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from cluster.gateway.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.gateway.chat import ChatPrompt
+from cluster.gateway.parsing.formats import Formats
+from cluster.gateway.rendering import Rendering
+from cluster.gateway.request import Prompt, TextPrompt, TokenPrompt
 from common.chain_hash import chain_hashes
 from common.text import Text
 
@@ -20,8 +23,9 @@ T = TypeVar("T")
 class Tokenizing:
     """One thread named `tokenizer`. What waits for it is bounded by the requests that may run."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Text, formats: Formats) -> None:
         self._text = text
+        self._rendering = Rendering(text, formats)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
@@ -35,9 +39,8 @@ class Tokenizing:
                 return token_ids
             case TextPrompt(text, add_special_tokens):
                 return await self._run(len(text), lambda: self._text.encode(text, add_special_tokens))
-            case ChatPrompt(messages):
-                size = sum(len(message["content"]) for message in messages)
-                return await self._run(size, lambda: self._text.render_chat(messages))
+            case ChatPrompt():
+                return await self._run(prompt.num_characters, lambda: self._rendering.token_ids(prompt))
 
     async def hashes(self, token_ids: Sequence[int], block_tokens: int, salt: bytes) -> list[bytes]:
         """Return the chain hashes of the full blocks, keyed with the tenant's salt."""

@@ -64,8 +64,8 @@ def test_the_same_language_follows_thinking(
     tokenizer: llguidance.LLTokenizer, grammar: Grammar, good: list[str], bad: list[str]
 ) -> None:
     form = form_of(grammar, BYTES_MAX, DEPTH_MAX)
-    optional = after_thinking(form, '"<think>"', "</think>", is_open=False)
-    begun = after_thinking(form, '"<think>"', "</think>", is_open=True)
+    optional = after_thinking(form, '"<think>"', '"</think>"', is_token=False, is_open=False)
+    begun = after_thinking(form, '"<think>"', '"</think>"', is_token=False, is_open=True)
 
     for text in good:
         assert _is_accepted(tokenizer, optional, text)

@@ -1,7 +1,7 @@
 """An answer to a chat or a completion, in one piece or as a stream. What the two do differently is their `Form`."""
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,12 +9,14 @@ from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.choices import Piece, Streams, pieces_of
 from cluster.gateway.http.exchange import Exchange
 from cluster.gateway.http.fields import SamplingFields
+from cluster.gateway.progress import Delta
 
 Json = dict[str, Any]
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "abort",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -31,12 +33,12 @@ class Form(Protocol):
         """Return what a choice's stream begins with, before any token."""
         ...
 
-    def part(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
+    def part(self, index: int, delta: Delta) -> Json:
         """Return a choice's fields in an event."""
         ...
 
-    def whole(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
-        """Return a choice's fields in an answer in one piece."""
+    def whole(self, index: int, said: Delta) -> Json:
+        """Return a choice's fields in an answer in one piece: all its deltas together."""
         ...
 
 
@@ -44,9 +46,8 @@ class Form(Protocol):
 class _Choice:
     """What a choice has so far."""
 
-    texts: list[str] = field(default_factory=list)
-    tokens: list[common_pb2.SampledToken] = field(default_factory=list)
-    """With logprobs, when asked for."""
+    deltas: list[Delta] = field(default_factory=list)
+    """All of them, if they are to be told together."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     finished: inference_pb2.Finished | None = None
@@ -57,11 +58,18 @@ class _Choice:
         self.num_prompt_tokens = delta.num_prompt_tokens or self.num_prompt_tokens
         self.num_output_tokens += len(delta.token_ids)
         if keep:
-            self.texts.append(delta.text)
-            self.tokens.extend(delta.logprobs)
+            self.deltas.append(delta)
         if delta.finished is not None:
             self.finished = delta.finished
             self.num_prompt_tokens = delta.finished.usage.prompt_tokens
+
+    def said(self) -> Delta:
+        return Delta(
+            "".join(delta.text for delta in self.deltas),
+            logprobs=[token for delta in self.deltas for token in delta.logprobs],
+            reasoning="".join(delta.reasoning for delta in self.deltas),
+            calls=[piece for delta in self.deltas for piece in delta.calls],
+        )
 
 
 class Answer:
@@ -115,8 +123,8 @@ class Answer:
         if not choice.has_begun and (first := self._form.first(piece.index)) is not None:
             events.append(self._event({**first, "finish_reason": None}))
         choice.has_begun = True
-        if delta.text or delta.logprobs or delta.finished is not None:
-            part = self._form.part(piece.index, delta.text, delta.logprobs)
+        if delta.text or delta.reasoning or delta.calls or delta.logprobs or delta.finished is not None:
+            part = self._form.part(piece.index, delta)
             event = self._event({**part, **_ending(delta.finished)})
             if self._wants_timing and delta.finished is not None:
                 event["timing"] = timing_of(delta.finished)
@@ -134,7 +142,7 @@ class Answer:
     def _whole(self) -> Json:
         choices = []
         for index, choice in enumerate(self._choices):
-            whole = self._form.whole(index, "".join(choice.texts), choice.tokens)
+            whole = self._form.whole(index, choice.said())
             choices.append({**whole, **_ending(choice.finished)})
             if self._wants_timing and len(self._choices) > 1 and choice.finished is not None:
                 choices[-1]["timing"] = timing_of(choice.finished)
@@ -159,6 +167,7 @@ class Answer:
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": sum(map(_reasoning, self._choices))},
         }
 
 
@@ -184,6 +193,10 @@ def timing_of(finished: inference_pb2.Finished) -> Json:
 
 def _cached(choice: _Choice) -> int:
     return 0 if choice.finished is None else choice.finished.usage.cached_tokens
+
+
+def _reasoning(choice: _Choice) -> int:
+    return 0 if choice.finished is None else choice.finished.usage.reasoning_tokens
 
 
 def _ending(finished: inference_pb2.Finished | None) -> Mapping[str, Any]:

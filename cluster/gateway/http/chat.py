@@ -1,57 +1,26 @@
 """/v1/chat/completions: the request, and how its answers look."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pydantic
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.http.answer import Json
-from cluster.gateway.http.base import Fields, Ignored, Only
+from cluster.gateway.http.base import Only
 from cluster.gateway.http.fields import Count, SamplingFields, TopLogprobs
 from cluster.gateway.http.logprobs import chat_logprobs
-from cluster.gateway.request import MESSAGES_MAX
+from cluster.gateway.http.messages import ChatFields, Messages
+from cluster.gateway.parsing.interface import CallPiece
+from cluster.gateway.progress import Delta
 from common.text import Text
 
-_PARTS_MAX = 1024
 
-
-class TextPart(Fields):
-    """A piece of a message's text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Fields):
-    """One message of a conversation."""
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    """`developer` is read as `system`."""
-    content: str | Annotated[list[TextPart], Field(max_length=_PARTS_MAX, fail_fast=True)] | None = None
-    """Text, or pieces of text that are joined by line ends."""
-    name: Ignored = None
-    refusal: Annotated[JsonValue, Only()] = None
-    audio: Annotated[JsonValue, Only()] = None
-    tool_calls: Annotated[JsonValue, Only([])] = None
-    tool_call_id: Annotated[JsonValue, Only()] = None
-    function_call: Annotated[JsonValue, Only()] = None
-    reasoning: Ignored = None
-    reasoning_content: Ignored = None
-    annotations: Ignored = None
-
-    def to_pb(self) -> inference_pb2.ChatMessage:
-        """Return the message as the gateway's core takes it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return inference_pb2.ChatMessage(role="system" if self.role == "developer" else self.role, content=text)
-
-
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, ChatFields):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
+    messages: Messages
     max_tokens: Count | None = None
     """Most tokens of the answer; up to the context window unless given."""
     max_completion_tokens: Count | None = None
@@ -60,9 +29,6 @@ class ChatRequest(SamplingFields):
     top_logprobs: TopLogprobs | None = None
 
     # Not supported.
-    tools: Annotated[JsonValue, Only([])] = None
-    tool_choice: Annotated[JsonValue, Only("none", "auto")] = None
-    parallel_tool_calls: Ignored = None
     functions: Annotated[JsonValue, Only([])] = None
     function_call: Annotated[JsonValue, Only("none", "auto")] = None
     modalities: Annotated[JsonValue, Only(["text"])] = None
@@ -70,11 +36,7 @@ class ChatRequest(SamplingFields):
     web_search_options: Annotated[JsonValue, Only()] = None
     reasoning_effort: Annotated[JsonValue, Only("none")] = None
     verbosity: Annotated[JsonValue, Only("medium")] = None
-    add_generation_prompt: Annotated[JsonValue, Only(True)] = None
-    continue_final_message: Annotated[JsonValue, Only(False)] = None
     add_special_tokens: Annotated[JsonValue, Only(False)] = None
-    chat_template: Annotated[JsonValue, Only()] = None
-    chat_template_kwargs: Annotated[JsonValue, Only({})] = None
     documents: Annotated[JsonValue, Only()] = None
     echo: Annotated[JsonValue, Only(False)] = None
     best_of: Annotated[JsonValue, Only(1)] = None
@@ -95,6 +57,10 @@ class ChatRequest(SamplingFields):
             chat=inference_pb2.ChatMessages(messages=[message.to_pb() for message in self.messages]),
             sampling=self.sampling(self.max_completion_tokens or self.max_tokens, logprobs),
             n=self.num_choices,
+            tools=self.tools_to_pb(),
+            tool_choice=self.choice_to_pb(),
+            single_tool_call=self.parallel_tool_calls is False,
+            template_arguments=self.template_arguments(),
         )
         return self.set_level(made)
 
@@ -114,15 +80,50 @@ class ChatForm:
         """Return the event that says who speaks."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def part(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
+    def part(self, index: int, delta: Delta) -> Json:
         """Return a choice's fields in an event."""
-        delta = {"content": text} if text or tokens else {}
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(tokens) if tokens else None}
+        made: Json = {}
+        if delta.reasoning:
+            made["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            made["tool_calls"] = [_call_piece(piece) for piece in delta.calls]
+        if delta.text or (delta.logprobs and not made):
+            made["content"] = delta.text
+        return {"index": index, "delta": made, "logprobs": self._logprobs(delta.logprobs) if delta.logprobs else None}
 
-    def whole(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
+    def whole(self, index: int, said: Delta) -> Json:
         """Return a choice's fields in an answer in one piece."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(tokens)}
+        message: Json = {"role": "assistant", "content": said.text, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = _whole_calls(said.calls)
+        if len(message) > 3:
+            message["content"] = said.text or None
+        return {"index": index, "message": message, "logprobs": self._logprobs(said.logprobs)}
 
     def _logprobs(self, tokens: Sequence[common_pb2.SampledToken]) -> Json | None:
         return chat_logprobs(self._text, tokens) if self._has_logprobs else None
+
+
+def _call_piece(piece: CallPiece) -> Json:
+    function = {"arguments": piece.arguments}
+    if not piece.name:
+        return {"index": piece.index, "function": function}
+    return {
+        "index": piece.index,
+        "id": piece.call_id,
+        "type": "function",
+        "function": {"name": piece.name, **function},
+    }
+
+
+def _whole_calls(pieces: Sequence[CallPiece]) -> list[Json]:
+    calls: list[Json] = []
+    for piece in pieces:
+        if piece.name:
+            function = {"name": piece.name, "arguments": piece.arguments}
+            calls.append({"id": piece.call_id, "type": "function", "function": function})
+        else:
+            calls[-1]["function"]["arguments"] += piece.arguments
+    return calls

@@ -11,6 +11,7 @@ from cluster.gateway.http.answer import Json
 from cluster.gateway.http.base import Only
 from cluster.gateway.http.fields import Count, SamplingFields, TokenId, TopLogprobs
 from cluster.gateway.http.logprobs import completion_logprobs
+from cluster.gateway.progress import Delta
 from common.text import Text
 
 MAX_TOKENS_DEFAULT = 16
@@ -93,15 +94,17 @@ class CompletionForm:
             return None
         return {"index": index, "text": self._echoed[index // self._num_choices], "logprobs": None}
 
-    def part(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
+    def part(self, index: int, delta: Delta) -> Json:
         """Return a choice's fields in an event."""
-        return {"index": index, "text": text, "logprobs": self._logprobs(index, tokens) if tokens else None}
+        tokens = delta.logprobs
+        return {"index": index, "text": delta.text, "logprobs": self._logprobs(index, tokens) if tokens else None}
 
-    def whole(self, index: int, text: str, tokens: Sequence[common_pb2.SampledToken]) -> Json:
+    def whole(self, index: int, said: Delta) -> Json:
         """Return a choice's fields in an answer in one piece."""
+        text = said.text
         if self._echoed is not None:
             text = self._echoed[index // self._num_choices] + text
-        return {"index": index, "text": text, "logprobs": self._logprobs(index, tokens)}
+        return {"index": index, "text": text, "logprobs": self._logprobs(index, said.logprobs)}
 
     def _logprobs(self, index: int, tokens: Sequence[common_pb2.SampledToken]) -> Json | None:
         if not self._has_logprobs:

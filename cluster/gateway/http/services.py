@@ -4,36 +4,32 @@ import time
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from baton_pb.v1 import inference_pb2
+from cluster.gateway.chat import check_chat
 from cluster.gateway.generate import Generator
-from cluster.gateway.http.base import Fields, Only
-from cluster.gateway.http.chat import Message
+from cluster.gateway.http.base import Fields
 from cluster.gateway.http.fields import TokenId
+from cluster.gateway.http.messages import ChatFields, Messages
 from cluster.gateway.permissions import may_use
-from cluster.gateway.request import MESSAGES_MAX, TextPrompt, check_chat, check_text
+from cluster.gateway.request import TextPrompt, check_text
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER
 from common.errors import InvalidRequestError
 from common.text import Text
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(ChatFields):
     """The body of /tokenize: a prompt or a conversation."""
 
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     """Of a prompt: add what the tokenizer adds by itself. A conversation's template writes them in any case."""
     return_token_strs: bool | None = None
     """Also return each token's text."""
-    add_generation_prompt: Annotated[JsonValue, Only(True)] = None
-    continue_final_message: Annotated[JsonValue, Only(False)] = None
-    chat_template: Annotated[JsonValue, Only()] = None
-    chat_template_kwargs: Annotated[JsonValue, Only({})] = None
-    tools: Annotated[JsonValue, Only([])] = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "TokenizeRequest":
@@ -64,7 +60,8 @@ class TextService:
         self._generator.check_model(asked.model)
         if asked.messages is not None:
             chat = inference_pb2.ChatMessages(messages=[message.to_pb() for message in asked.messages])
-            token_ids = await self._tokenizing.token_ids(check_chat(chat, limits))
+            prompt = check_chat(chat, asked.tools_to_pb(), asked.template_arguments(), limits)
+            token_ids = await self._tokenizing.token_ids(prompt)
         else:
             text = check_text(asked.prompt or "", limits).text
             token_ids = await self._tokenizing.token_ids(TextPrompt(text, asked.add_special_tokens))

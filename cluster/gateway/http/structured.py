@@ -14,6 +14,12 @@ from cluster.gateway.http.base import Fields, Ignored, Only
 from common.errors import InvalidRequestError
 
 Schema = dict[str, JsonValue]
+_NAMES = (
+    (re.compile(r"^(tools\[\d+\])\."), r"\1.function."),
+    (re.compile(r"^(messages\[\d+\]\.tool_calls\[\d+\])\.(?=name|arguments)"), r"\1.function."),
+    (re.compile(r"^template_arguments\b"), "chat_template_kwargs"),
+)
+"""How the gateway's core calls fields, and how OpenAI does."""
 _SCHEMA_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
@@ -98,8 +104,11 @@ class StructuredFields(Fields):
         try:
             yield
         except InvalidRequestError as error:
-            path = next((one.path for one in self._wanted()), "")
-            message = re.sub(r"^grammar\b(\.[a-z_]+)?", lambda _: path, error.message) if path else error.message
+            message = error.message
+            for one in self._wanted():
+                message = re.sub(r"^grammar\b(\.[a-z_]+)?", one.path, message)
+            for pattern, name in _NAMES:
+                message = pattern.sub(name, message)
             if message == error.message:
                 raise
             raise InvalidRequestError(message) from error

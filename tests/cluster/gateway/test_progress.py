@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from baton_pb.v1 import common_pb2, router_pb2, worker_pb2
+from cluster.gateway.parsing.formats import Reading
 from cluster.gateway.progress import Delta, Progress
 from cluster.gateway.request import Request, TokenPrompt
 from common.clock import ManualClock
@@ -23,7 +24,7 @@ def text(model_dir: Path) -> Text:
 
 def begin(text: Text, clock: ManualClock | None = None, stop: tuple[str, ...] = (), **sampling: Any) -> Progress:
     request = Request("r", TokenPrompt((1, 2)), common_pb2.SamplingParams(**sampling), stop)
-    return Progress(request, [1, 2], 0.0, text, frozenset({EOS}), clock or ManualClock())
+    return Progress(request, [1, 2], 0.0, text, frozenset({EOS}), clock or ManualClock(), Reading())
 
 
 def sampled(*token_ids: int) -> list[common_pb2.SampledToken]:

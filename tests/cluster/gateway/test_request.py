@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_pb.v1 import common_pb2, inference_pb2
+from cluster.gateway.chat import ChatPrompt
+from cluster.gateway.limits import Limits
 from cluster.gateway.request import (
-    ChatPrompt,
-    Limits,
     TextPrompt,
     TokenPrompt,
     check_window,

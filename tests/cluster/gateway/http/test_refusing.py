@@ -17,6 +17,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max
 COMPLETION: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
 
 WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -24,8 +25,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "assistant", "tool_calls": [TOOL]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [TOOL]}]}, "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "prompt"),
     ({"messages": [{"role": "user", "content": "word " * 500}]}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -52,10 +52,18 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 5}, "logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
-    ({"tools": [TOOL]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{**TOOL, "type": "retrieval"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tools": [TOOL] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "often"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ({"priority": 5}, "priority"),
     ({"priority": "urgent"}, "priority"),
     ({"priority": False}, "priority"),

@@ -1,0 +1,1 @@
+"""The text of an answer -> what it says, thinks and calls."""
