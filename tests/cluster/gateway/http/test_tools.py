@@ -12,10 +12,11 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 from baton_pb.v1 import common_pb2, inference_pb2
+from cluster.fake_model import write_model
 from cluster.fake_worker import FakeModel
 from common.errors import InvalidRequestError
 from common.text import Text
-from tests.cluster.fake_cluster import FakeCluster, fake_cluster, run, write_model
+from tests.cluster.fake_cluster import FakeCluster, fake_cluster, run
 from tests.cluster.gateway.http.test_openai_client import client_of, says
 
 ROME: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Rome?"}]
