@@ -6,6 +6,8 @@ from cluster.router.question import Candidate, Question
 
 _HOST_TOKEN_S, _DISK_TOKEN_S = 2e-5, 2e-4
 """To bring a token's KV back to the pool: 131 KB at 6.5 GB/s and 650 MB/s."""
+_FETCH_S, _FETCH_TOKEN_S = 5e-3, 4e-5
+"""To have KV pushed by another worker: the asking, and each token at 3.2 GB/s."""
 
 
 class PrefillEstimate(NamedTuple):
@@ -23,11 +25,20 @@ class PrefillEstimate(NamedTuple):
     """To compute again what is evicted for it, as far as somebody will ask for it."""
     num_cached: int
     """Tokens that need not be computed."""
+    fetch_s: float = 0.0
+    """Blocks are brought from another worker."""
+    fetched_blocks: int = 0
+    """Leading blocks that another worker is to push as far as they are missing; 0: none."""
+
+    @property
+    def bring_s(self) -> float:
+        """The time until all that is not computed is in the pool."""
+        return self.restore_s + self.fetch_s
 
     @property
     def ttft_s(self) -> float:
         """The time to the first token."""
-        return self.wait_s + self.restore_s + self.compute_s
+        return self.wait_s + self.bring_s + self.compute_s
 
 
 class DecodeEstimate(NamedTuple):
@@ -63,6 +74,7 @@ class PairEstimate(NamedTuple):
         return {
             "queue": first.wait_s,
             "restore": first.restore_s,
+            "fetch": first.fetch_s,
             "prefill": first.compute_s,
             "transfer": self.exposed_s,
             "room": then.wait_s,
@@ -82,7 +94,7 @@ def pair_up(
 ) -> PairEstimate:
     """Put the two parts of a request together."""
     sent_s = 0.0 if prefill is None else exposed_s(question, decode)
-    own_s = first.wait_s + first.restore_s + first.compute_s + sent_s + then.wait_s + then.decode_s
+    own_s = first.ttft_s + sent_s + then.wait_s + then.decode_s
     total_s = own_s + first.harm_s + first.evict_s + then.harm_s
     meets_targets = (question.ttft_target_s is None or first.ttft_s <= question.ttft_target_s) and (
         question.tpot_target_s is None or then.tpot_s <= question.tpot_target_s
@@ -105,12 +117,14 @@ def estimate_prefill(question: Question, candidate: Candidate) -> PrefillEstimat
     """Estimate prefill on a worker that does nothing else."""
     outlook, model = question.outlook, candidate.model
     num_cached, restore_s = _cached(question, candidate)
+    fetched_blocks, fetch_s = _fetched(question, candidate, num_cached)
+    num_cached = max(num_cached, fetched_blocks * question.block_tokens)
     compute_s = model.prefill_s(question.num_tokens - num_cached, num_cached)
     wait = candidate.backlog.wait(question.num_tokens, outlook.now)
     # Those whom it overtakes, and those who will come while there is a queue.
     harm_s = compute_s * (wait.num_delayed + outlook.prompts_waiting)
     evict_s = _evict_s(question, candidate, question.num_tokens - num_cached)
-    return PrefillEstimate(wait.seconds, restore_s, compute_s, harm_s, evict_s, num_cached)
+    return PrefillEstimate(wait.seconds, restore_s, compute_s, harm_s, evict_s, num_cached, fetch_s, fetched_blocks)
 
 
 def estimate_local(question: Question, candidate: Candidate) -> PrefillEstimate:
@@ -158,6 +172,20 @@ def _cached(question: Question, candidate: Candidate) -> tuple[int, float]:
         if token_s > _DISK_TOKEN_S:
             cached, restore_s = total, restore_s + (total - memory) * _DISK_TOKEN_S
     return cached, restore_s
+
+
+def _fetched(question: Question, candidate: Candidate, num_cached: int) -> tuple[int, float]:
+    """Return the leading blocks to have after a fetch, and its time; (0, 0) where computing them is faster."""
+    if question.deepest is None:
+        return 0, 0.0
+    num_blocks = min(question.deepest.num_blocks, (question.num_tokens - 1) // question.block_tokens)
+    missing = num_blocks * question.block_tokens - num_cached
+    fetch_s = _FETCH_S + missing * _FETCH_TOKEN_S
+    if missing <= 0:
+        return 0, 0.0
+    model, uncached = candidate.model, question.num_tokens - num_cached
+    saved_s = model.prefill_s(uncached, num_cached) - model.prefill_s(uncached - missing, num_cached + missing)
+    return (num_blocks, fetch_s) if fetch_s < saved_s else (0, 0.0)
 
 
 def _evict_s(question: Question, candidate: Candidate, num_new: int) -> float:

@@ -134,7 +134,7 @@ def asked_from_pb(request: router_pb2.PlaceRequest, key: str) -> Asked:
 
 def placement_to_pb(placement: Placement) -> router_pb2.WorkerPlacement:
     """Encode a placement."""
-    prefill = placement.prefill
+    prefill, holder = placement.prefill, placement.holder
     return router_pb2.WorkerPlacement(
         decode_worker_id=placement.decode.worker_id,
         decode_address=placement.decode.address,
@@ -144,6 +144,11 @@ def placement_to_pb(placement: Placement) -> router_pb2.WorkerPlacement:
         decode_hit_blocks=placement.decode_hit_blocks,
         prefill_hit_blocks=placement.prefill_hit_blocks,
         reason=placement.reason,
+        prefix_holder=None
+        if holder is None
+        else worker_pb2.PrefixHolder(
+            worker_id=holder.worker_id, address=holder.address, num_blocks=placement.holder_blocks
+        ),
     )
 
 

@@ -36,6 +36,10 @@ class Placement:
     reason: str
     predicted_ttft_s: float = 0.0
     """From now on."""
+    holder: WorkerInfo | None = None
+    """Who is to push the prompt's beginning to the worker that prefills."""
+    holder_blocks: int = 0
+    """Its leading blocks, as far as that worker lacks them."""
 
 
 @dataclass(frozen=True, slots=True)

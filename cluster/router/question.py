@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cluster.router.backlog import Backlog
-from cluster.router.hits import NO_HITS, Hits
+from cluster.router.hits import NO_HITS, Hits, Level
 from cluster.router.step_model import STARTING, StepModel
 
 EXPOSED_TOKEN_S = 1e-6
@@ -98,6 +98,8 @@ class Question:
     prefill: Group
     hits: Hits = NO_HITS
     """Leading blocks of the prompt that each is expected to hold: `hits.of(candidate.worker_id)`."""
+    deepest: Level | None = None
+    """Who holds most of the prompt now, in the pool, and could push it to others; None: nothing is to be fetched."""
     block_tokens: int = 1
     max_output_tokens: int = 256
     ttft_target_s: float | None = None

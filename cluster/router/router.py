@@ -6,6 +6,7 @@ The service, the tests and the simulator run the same object.
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 
 from cluster.router.backlog import Prompt
@@ -234,6 +235,7 @@ class Router:
         decode, prefill = those_with_room(self._decoders(request), self._prefillers(request))
         now = self.now()
         hits = self.index.find(request.hashes)
+        deepest = hits.in_pool[-1] if hits.in_pool else None
         if expected := self.expected.find(request.hashes, now):
             hits = hits.raised(expected)
         return Question(
@@ -242,6 +244,7 @@ class Router:
             decode=decode,
             prefill=prefill,
             hits=hits,
+            deepest=deepest,
             block_tokens=self._agreed.block_tokens if self._agreed is not None else 1,
             max_output_tokens=request.max_output_tokens,
             ttft_target_s=request.ttft_target_s,
@@ -304,9 +307,11 @@ class Router:
             prefill_hit,
             choice.reason,
             first.ttft_s,
+            self._holder(question) if first.fetched_blocks else None,
+            first.fetched_blocks,
         )
         size = Size(
-            Prompt(request.num_tokens, request.num_tokens - first.num_cached, first.restore_s + first.compute_s),
+            Prompt(request.num_tokens, request.num_tokens - first.num_cached, first.bring_s + first.compute_s),
             output_tokens=request.max_output_tokens,
             sent_tokens=0 if prefill is None else max(0, request.num_tokens - decode_hit * question.block_tokens),
             blocks=len(request.hashes),
@@ -327,6 +332,15 @@ class Router:
         self.explanations.add(explanation)
         self._reservations[reservation] = explanation
         return reservation
+
+    def _holder(self, question: Question) -> WorkerInfo | None:
+        """Return the least busy of those that hold most of the prompt."""
+        assert question.deepest is not None
+        holders = [self.workers.get(name) for name in question.hits.names_of(question.deepest.holders)]
+        return min(
+            (worker for worker in holders if worker is not None),
+            key=lambda worker: worker.candidate.num_sequences,
+        ).info
 
     def _count_local_prefill(self, request: PlacementRequest, was_forced: bool) -> None:
         """Count that a decode worker prefills although there should be others for that: chosen, or for want of them."""
@@ -377,7 +391,8 @@ def _chosen(question: Question, choice: Choice) -> PairEstimate:
     for estimate in choice.considered:
         if estimate.decode is choice.decode and estimate.prefill is choice.prefill:
             return estimate
-    return estimate_pair(question, choice.decode, choice.prefill)
+    # A policy that does not reckon in seconds cannot know that a fetch is worth its time.
+    return estimate_pair(replace(question, deepest=None), choice.decode, choice.prefill)
 
 
 def _difference(agreed: WorkerFacts, facts: WorkerFacts) -> str | None:

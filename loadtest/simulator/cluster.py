@@ -22,7 +22,7 @@ from loadtest.simulator.decode import DecodeWorker
 from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
 from loadtest.simulator.pool import SimulatedPool
-from loadtest.simulator.prefill import Link, PrefillWorker
+from loadtest.simulator.prefill import Link, PrefillWorker, transfer
 from loadtest.simulator.profile import Profile
 
 
@@ -198,10 +198,15 @@ class SimulatedCluster:
         self._reservations[job] = answer
         job.decode_worker = placement.decode.worker_id
         job.prefill_worker = job.decode_worker
+        if placement.holder is not None:
+            job.holder, job.fetched_blocks = placement.holder.worker_id, placement.holder_blocks
         if placement.prefill is not None:
             job.prefill_worker = placement.prefill.worker_id
             job.start_prefill = partial(self._start_prefill, job)
-        self._timeline.after(self._profile.hop_s, partial(self._decode[job.decode_worker].add, job))
+        start = partial(self._decode[job.decode_worker].add, job)
+        if placement.prefill is None:
+            start = partial(self._fetch, job, start)
+        self._timeline.after(self._profile.hop_s, start)
 
     def _arm(self) -> None:
         """Wake up when the first of those that wait has waited long enough."""
@@ -215,7 +220,30 @@ class SimulatedCluster:
         self.front.expire()
 
     def _start_prefill(self, job: Job) -> None:
-        self._timeline.after(self._profile.hop_s, partial(self._prefill[job.prefill_worker].add, job))
+        start = partial(self._fetch, job, partial(self._prefill[job.prefill_worker].add, job))
+        self._timeline.after(self._profile.hop_s, start)
+
+    def _fetch(self, job: Job, then: Callable[[], None]) -> None:
+        """Let the holder of a prompt's beginning push it to the worker that prefills, if it still has it."""
+        names = job.names[: job.fetched_blocks]
+        missing = len(names) - self._pool(job.prefill_worker).match(names)
+        if missing <= 0 or self._pool(job.holder).match(names) < len(names):
+            then()
+            return
+        num_bytes = missing * self._profile.block_tokens * self._profile.kv_bytes_per_token
+        now = self._timeline.now()
+        end = transfer(self._links[job.holder], self._links[job.prefill_worker], num_bytes, self._profile, now)
+        self._timeline.at(end + 2 * self._profile.link.latency_s, partial(self._fetched, job, names, then))
+
+    def _fetched(self, job: Job, names: Sequence[bytes], then: Callable[[], None]) -> None:
+        pool = self._pool(job.prefill_worker)
+        if (lease := pool.reserve(names, len(names))) is not None:
+            pool.seal(lease, names)
+            pool.release(lease)
+        then()
+
+    def _pool(self, worker_id: str) -> SimulatedPool:
+        return (self._prefill.get(worker_id) or self._decode[worker_id]).pool
 
     def _end(self, job: Job, record: RequestRecord) -> None:
         done = self._done.pop(job)

@@ -34,6 +34,10 @@ class Job:
     num_sent: int = 0
     """Tokens whose KV the decode worker holds or is being sent."""
     num_cached: int = 0
+    fetched_blocks: int = 0
+    """Leading blocks that another worker pushes to the one that prefills, as far as that one lacks them."""
+    holder: str = ""
+    """Which one."""
     prefill_started: float | None = None
     first_token: float = 0.0
     landed: float | None = None

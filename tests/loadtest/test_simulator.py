@@ -36,7 +36,7 @@ SHAPES = st.builds(
     prefill=st.integers(0, 2),
     decode=st.integers(1, 2),
     both=st.integers(0, 2),
-    policy=st.sampled_from(["round_robin", "least_loaded", "prefix"]),
+    policy=st.sampled_from(["round_robin", "least_loaded", "cost"]),
 )
 WORKLOADS = st.sampled_from(
     [
@@ -131,6 +131,16 @@ def test_a_second_turn_finds_the_first_ones_prompt_and_answer() -> None:
     assert first.cached_tokens == 0
     assert second.prompt_tokens == 64 + 64 + 65 + 64
     assert second.cached_tokens == 192
+
+
+def test_a_prefill_worker_fetches_the_answer_before_from_the_decode_worker_that_wrote_it() -> None:
+    what = plan("conversation:turns=2,system_tokens=64,user_tokens=64,output_tokens=65", "closed:users=1", 1)
+
+    second = {policy: records(what, ClusterShape(policy=policy))[1] for policy in ("cost", "least_loaded")}
+
+    assert second["least_loaded"].cached_tokens == 128
+    assert second["cost"].prefill_worker == "prefill-0"
+    assert second["cost"].cached_tokens == 192
 
 
 def test_what_can_never_fit_is_refused() -> None:

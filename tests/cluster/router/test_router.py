@@ -75,6 +75,35 @@ def test_each_side_is_chosen_by_its_own_cache() -> None:
     assert "d1 holds 2" in placement.reason
 
 
+def fetch_of(router: Router, tokens: list[int]) -> tuple[str, int] | None:
+    placement = router.place(ask(tokens=tokens)).placement
+    assert placement is not None
+    return None if placement.holder is None else (placement.holder.worker_id, placement.holder_blocks)
+
+
+def test_what_another_worker_holds_is_fetched_where_that_is_faster_than_computing_it() -> None:
+    long, short = list(range(360)), list(range(1000, 1020))
+    router = make(P0, D0, D1, policy="cost")
+    router.index.apply("d0", 1, True, chain_hashes(long, BLOCK))
+    router.index.apply("d0", 2, True, chain_hashes(short, BLOCK))
+    router.report("d0", WorkerLoad(running_sequences=60))  # too busy to prefill
+
+    assert fetch_of(router, [*long, 1]) == ("d0", 90)
+    assert fetch_of(router, [*short, 1]) is None
+    assert fetch_of(router, [7, *long]) is None
+
+
+def test_nothing_is_fetched_for_a_policy_that_does_not_reckon_in_seconds_or_of_what_is_only_expected() -> None:
+    long = list(range(360))
+    router = make(P0, D0, D1, policy="least_loaded")
+    router.index.apply("d0", 1, True, chain_hashes(long, BLOCK))
+    assert fetch_of(router, [*long, 1]) is None
+
+    router = make(P0, P1, D0, policy="cost")
+    assert fetch_of(router, [*long, 1]) is None
+    assert fetch_of(router, [*long, 1]) is None
+
+
 def test_a_conversation_follows_all_of_its_tokens_not_its_first_message() -> None:
     router = make(D0, D1)
     common, one, other = list(range(8)), list(range(8)) + [50] * 8, list(range(8)) + [60] * 8
