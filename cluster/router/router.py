@@ -19,6 +19,7 @@ from cluster.router.policies.policy import Choice, Policy
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.question import Candidate, Group, Question
 from cluster.router.room import AHEAD_S, has_room, those_with_room
+from cluster.router.silence import SilenceWatch
 from cluster.router.traffic import Traffic
 from cluster.router.worker_table import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad, WorkerTable
 from common.clock import Clock, MonotonicClock
@@ -29,8 +30,6 @@ _LOG = logging.getLogger(__name__)
 _DECODERS = (Role.DECODE, Role.BOTH)
 RETRY_AFTER_S = 1.0
 """A worker that died is replaced, or noticed to live, in about this time at best."""
-_SILENT_ENDS = 16
-"""Ended requests with at least one full block after which a worker that still has announced none is suspicious."""
 
 
 class Router:
@@ -58,7 +57,7 @@ class Router:
         self._predictor = Cost()
         self._reservations: dict[Reservation, Explanation | None] = {}
         self._agreed: WorkerFacts | None = None
-        self._silent: Counter[str] = Counter()
+        self._silence = SilenceWatch()
         self._has_fallen_back = False
 
     # What gateways ask for.
@@ -146,7 +145,9 @@ class Router:
         self._reservations.pop(reservation, None)
         placement = reservation.placement
         if placement is not None and num_blocks:
-            self._watch_silence((placement.prefill or placement.decode).worker_id)
+            worker_id = (placement.prefill or placement.decode).worker_id
+            is_silent = self._silence.ended(worker_id, self.index.num_blocks_of(worker_id) > 0)
+            self.counters["silent_cache"] += is_silent
 
     def now(self) -> float:
         """Return the time, seconds."""
@@ -164,7 +165,7 @@ class Router:
         new, left = self.workers.replace(infos)
         for worker_id in left:
             self.index.forget(worker_id)
-            self._silent.pop(worker_id, None)
+            self._silence.forget(worker_id)
         self._forget_agreement_if_alone()
         return new, left
 
@@ -359,16 +360,6 @@ class Router:
                 f"no prefill worker can be used ({states}): decode workers prefill; counted as local_prefill_fallback",
                 request_id=request.request_id,
             )
-
-    def _watch_silence(self, worker_id: str) -> None:
-        """Say so when a worker that must have cached something has never announced it: its hits would always be 0."""
-        if self.index.num_blocks_of(worker_id):
-            self._silent.pop(worker_id, None)
-            return
-        self._silent[worker_id] += 1
-        if self._silent[worker_id] == _SILENT_ENDS:
-            self.counters["silent_cache"] += 1
-            log(_LOG, logging.WARNING, "announces no cached block: placed as if it had none", worker_id=worker_id)
 
     def _take_out(self, worker_id: str, state: State, reason: str) -> bool:
         worker = self.workers.get(worker_id)
