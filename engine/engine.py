@@ -3,6 +3,8 @@
 Imports no torch by itself; `Engine.load` brings it in.
 """
 
+import math
+import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +57,8 @@ class Engine:
         self.vocab_tokens = facts.vocab_tokens
         self.eos_token_ids = facts.eos_token_ids
         self.tiers: BlockTiers | None = None
+        self.block_s = math.inf
+        """Seconds to compute a block of a prompt, as in the last step that computed one; infinite before the first."""
         self._runner = runner
         self._grammars = grammars
 
@@ -161,7 +165,14 @@ class Engine:
             end = sequence.num_computed + num_tokens
             assert 1 <= num_tokens <= sequence.num_uncomputed, f"{num_tokens} of {sequence.num_uncomputed} tokens"
             assert len(sequence.block_table) >= self.blocks_for(end), f"no block for token {end - 1}"
-        return self._runner.run(batch, watch) if batch else []
+        if not batch:
+            return []
+        began = time.monotonic()
+        outputs = self._runner.run(batch, watch)
+        num_tokens = sum(chunk.num_tokens for chunk in batch)
+        if num_tokens >= self.layout.block_tokens:  # fewer say what a step costs, not what a token does
+            self.block_s = (time.monotonic() - began) / num_tokens * self.layout.block_tokens
+        return outputs
 
     def complete(self, chunk: ScheduledChunk, output: TokenOutput | None) -> None:
         """Apply a step's result to its sequence: KV is there, full blocks are findable, the token is appended."""

@@ -43,7 +43,7 @@ class PrefixLoader:
         if engine.tiers is None:
             return 0
         hashes = sequence.reusable_hashes(engine.layout.block_tokens)
-        return engine.tiers.peek(hashes[engine.pool.peek(hashes) :])
+        return engine.tiers.peek(hashes[engine.pool.peek(hashes) :], engine.block_s)
 
     async def _restore(self, sequence: Sequence) -> None:
         engine, pool = self._engine, self._engine.pool
@@ -51,7 +51,7 @@ class PrefixLoader:
         hashes = sequence.reusable_hashes(engine.layout.block_tokens)
         held = pool.match(hashes)
         missing = hashes[len(held) :]
-        missing = missing[: engine.tiers.peek(missing)]
+        missing = missing[: engine.tiers.peek(missing, engine.block_s)]
         missing = missing[: pool.num_available // SHARE_MAX]
         blocks = pool.allocate(len(missing))
         try:

@@ -1,6 +1,8 @@
 """Below the pool: what it evicts goes to a bounded part of the host's memory, from there to disk, and can come back."""
 
 import asyncio
+import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ from kvtransfer.store import BlockStore
 
 STAGED_BYTES_MAX = 64 << 20
 """Evicted blocks that are copied but not encoded yet; beyond it evicted blocks are lost, as without tiers."""
+DISK_MEMORY_S = 30.0
+"""How long a disk that was slower than computing is left alone."""
 BATCH_BLOCKS = 32
 """Blocks that are encoded, or written, in one go."""
 
@@ -44,6 +48,9 @@ class BlockTiers:
         self._staged: OrderedDict[bytes, bytes] = OrderedDict()
         self._host: OrderedDict[bytes, bytes] = OrderedDict()
         self._host_bytes = 0
+        self._disk_block_s = 0.0
+        """Seconds to restore a block from disk, as it was the last time."""
+        self._disk_measured_s = -math.inf
         self._wake = asyncio.Event()
 
     @property
@@ -65,10 +72,13 @@ class BlockTiers:
                 self._staged[block_hash] = bytes(self._block(block_id))
                 self._wake.set()
 
-    def peek(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of the first `hashes` are here."""
+    def peek(self, hashes: Sequence[bytes], block_s: float = math.inf) -> int:
+        """Return how many of the first `hashes` are here, and restored sooner than in `block_s` each."""
+        is_old = time.monotonic() - self._disk_measured_s > DISK_MEMORY_S
+        is_disk_fast = is_old or self._disk_block_s < block_s
         for count, block_hash in enumerate(hashes):
-            if self._where(block_hash) is None:
+            tier = self._where(block_hash)
+            if tier is None or (tier is CacheTier.DISK and not is_disk_fast):
                 return count
         return len(hashes)
 
@@ -79,12 +89,16 @@ class BlockTiers:
         """
         sources = [self._staged.get(block_hash) or self._host.get(block_hash) for block_hash in hashes]
         is_raw = [block_hash in self._staged for block_hash in hashes]
+        began = time.monotonic()
         reading = asyncio.ensure_future(asyncio.to_thread(self._read, hashes, sources, is_raw, block_ids))
         try:
             count = await asyncio.shield(reading)
         except asyncio.CancelledError:
             await asyncio.wait([reading])  # until then the blocks are written to
             raise
+        if count and all(source is None for source in sources[:count]):
+            self._disk_measured_s = time.monotonic()
+            self._disk_block_s = (self._disk_measured_s - began) / count
         for block_hash in hashes[:count]:
             self._use(block_hash)
         if count < len(hashes) and sources[count] is None:

@@ -189,6 +189,23 @@ def test_a_file_that_is_not_what_it_was_is_forgotten(tmp_path: Path, harm: str) 
     run(scenario)
 
 
+def test_a_disk_that_is_slower_than_computing_is_left_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(host_blocks=1, disk=disk_of(tmp_path, 8)) as bench:
+            bench.keep(1, 2)
+            bench.evict_all()
+            await bench.settle()
+            (on_disk,), (in_memory,) = (bench.tiers.hashes(tier) for tier in (CacheTier.DISK, CacheTier.HOST))
+            assert bench.tiers.peek([on_disk], block_s=1e-9) == 1  # it was not tried yet
+            assert await bench.restore(int.from_bytes(on_disk, "big")) == 1
+
+            assert bench.tiers.peek([on_disk], block_s=1e-9) == 0
+            assert bench.tiers.peek([in_memory, on_disk], block_s=1e-9) == 1
+            assert bench.tiers.peek([in_memory, on_disk], block_s=60.0) == 2
+
+    run(scenario)
+
+
 def test_a_disk_that_takes_nothing_costs_blocks_and_nothing_else(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(host_blocks=1, disk=disk_of(tmp_path, 8)) as bench:
