@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
-.PHONY: bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
+.PHONY: bench-simulator bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -56,6 +56,9 @@ lock: install
 
 bench-router: install
 	$(BIN)/python -m loadtest.bench.router $(BENCH_ARGS)
+
+bench-simulator: install
+	$(BIN)/python -m loadtest.bench.simulator $(BENCH_ARGS)
 
 bench-peers: install
 	$(BIN)/python -m tools.peers.install $(BENCH_ARGS)

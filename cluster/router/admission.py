@@ -30,6 +30,8 @@ class Forecast(NamedTuple):
     """With the decode load that is expected when its prefill ends."""
     relief_s: float
     """Until the decode load has fallen enough for its TPOT target, as far as can be said."""
+    tokens_per_s: float
+    """Of waiting requests that the cluster takes up, as long as that was not measured."""
 
 
 class Admission:
@@ -91,7 +93,7 @@ class Admission:
             self._enter(Entry(now_s, self._arrivals, claim, now_s))
             return []
         entry = Entry(self._due_s(claim, now_s), self._arrivals, claim, now_s)
-        self.check(claim, now_s, forecast)
+        self._check(claim, now_s, self._wait_s(claim, now_s, forecast), forecast)
         shed = [] if len(self._entries) < self._queue_max else [self._victim(entry)]
         for claim_out in shed:
             self.leave(claim_out.key)
@@ -99,14 +101,15 @@ class Admission:
         return shed
 
     def check(self, claim: Claim, now_s: float, forecast: Forecast | None) -> None:
-        """Refuse early what could not be served in time.
+        """Refuse early what could not be served in time although it need not wait.
 
         Raises:
             OverloadedError: with the time after which it could.
         """
-        if claim.is_admitted:
-            return
-        wait_s = self.wait_s(claim, now_s) or 0.0
+        if not claim.is_admitted:
+            self._check(claim, now_s, 0.0, forecast)
+
+    def _check(self, claim: Claim, now_s: float, wait_s: float, forecast: Forecast | None) -> None:
         if wait_s > self._wait_max_s:
             raise _refusal(
                 f"it would wait {wait_s:.1f} s, the most is {self._wait_max_s:g} s", wait_s - self._wait_max_s
@@ -176,15 +179,23 @@ class Admission:
         return self._ends[0][0] if self._ends else None
 
     def wait_s(self, claim: Claim, now_s: float) -> float | None:
-        """Return how long a request that joins now would wait for its turn; None when that cannot be said."""
-        if not self._entries:
-            return 0.0
-        return self._rate.seconds_for(self._cost_before(claim, now_s))
+        """Return how long a request that joins now would wait for its turn; None when that cannot be said.
+
+        There is no room for it, so before its turn as much is taken up as is before it, and it needs itself.
+        """
+        return self._rate.seconds_for(self._cost_before(claim, now_s) + claim.cost_tokens)
 
     def retry_after_s(self, claim: Claim, now_s: float) -> float:
         """Return when a request that was refused or shed would find what is now before it gone."""
         wait_s = self.wait_s(claim, now_s)
         return _RETRY_UNKNOWN_S if wait_s is None else _clamped(wait_s)
+
+    def _wait_s(self, claim: Claim, now_s: float, forecast: Forecast | None) -> float:
+        wait_s = self.wait_s(claim, now_s)
+        if wait_s is None:
+            cost = self._cost_before(claim, now_s) + claim.cost_tokens
+            wait_s = 0.0 if forecast is None else cost / forecast.tokens_per_s
+        return wait_s
 
     # Inside.
 

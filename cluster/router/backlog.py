@@ -56,13 +56,24 @@ class Backlog:
         self._work[key] = _Work(prompt, self._computed)
         self.total_s += prompt.seconds
 
-    def remove(self, key: object) -> None:
-        """A prompt was prefilled, or will not be; one that is not here is all right."""
+    def remove(self, key: object, prefilled_at: float | None = None) -> None:
+        """Forget a prompt; one that is not here is all right.
+
+        Args:
+            key: of the prompt.
+            prefilled_at: when its first token was seen; None: it was not prefilled, and will not be.
+        """
         work = self._work.pop(key, None)
-        if work is not None:
-            # What rounding leaves must not add up over millions of prompts.
-            self.total_s = self.total_s - work.prompt.seconds if self._work else 0.0
+        if work is None:
+            return
+        # What rounding leaves must not add up over millions of prompts.
+        self.total_s = self.total_s - work.prompt.seconds if self._work else 0.0
+        if prefilled_at is None:
             self._begun_at = self._computed
+            return
+        # The first token is here before the worker's count of what was computed for it: that is not the next one's.
+        self._begun_at = max(self._computed, self._begun_at + work.prompt.num_uncached)
+        self._computed_at = prefilled_at
 
     def progressed(self, computed: int, step_s: float, now: float) -> None:
         """Take the worker's count of prompt tokens and what its last steps took."""
@@ -79,7 +90,7 @@ class Backlog:
         mine, since = num_tokens + self._computed, now - self._computed_at
         current = min(self._work.values(), key=_due)
         uncached = max(1, current.prompt.num_uncached)
-        left = max(0, uncached - self._computed + self._begun_at)
+        left = max(0, min(uncached, uncached - self._computed + self._begun_at))
         # Begun, it is ranked by what is left of it; and its running step is not interrupted.
         if left + current.arrived_at <= mine:
             ahead_s, delayed = max(0.0, current.prompt.seconds * left / uncached - since), 0

@@ -25,6 +25,8 @@ class Claim:
     """On the caller's clock."""
     is_admitted: bool = False
     """It was let in before and lost its worker: it goes first and is never refused here."""
+    asked_s: float = 0.0
+    """When it came, on the caller's clock."""
 
 
 class Entry(NamedTuple):

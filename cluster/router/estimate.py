@@ -1,5 +1,6 @@
 """How long a request would take on given workers, and what it would cost others. Pure functions, in seconds."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.router.question import Candidate, Question
@@ -100,6 +101,19 @@ def pair_up(
         question.tpot_target_s is None or then.tpot_s <= question.tpot_target_s
     )
     return PairEstimate(decode, prefill, first, then, sent_s, total_s, meets_targets)
+
+
+def harmless(pairs: Sequence[PairEstimate]) -> PairEstimate:
+    """Return the best of these pairs for the request that does not stop sequences which another worker could spare.
+
+    Prefill on a decode worker meets a TTFT target at the cost of all TPOT targets there: nobody is let in by that.
+    """
+    sparing = [
+        pair
+        for pair in pairs
+        if pair.prefill is not None or pair.decode.prefills_itself or not pair.decode.num_sequences
+    ]
+    return min(sparing or pairs, key=lambda pair: (not pair.meets_targets, pair.total_s))
 
 
 def estimate_pair(question: Question, decode: Candidate, prefill: Candidate | None) -> PairEstimate:

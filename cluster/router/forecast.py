@@ -12,7 +12,12 @@ _NEVER_S = 3600.0
 
 
 def forecast(
-    estimate: PairEstimate, output_tokens: float, wait_s: float, num_ahead: float, tpot_target_s: float | None
+    estimate: PairEstimate,
+    output_tokens: float,
+    wait_s: float,
+    num_ahead: float,
+    tpot_target_s: float | None,
+    tokens_per_s: float,
 ) -> Forecast:
     """Return the forecast for a request.
 
@@ -22,6 +27,7 @@ def forecast(
         wait_s: until its turn.
         num_ahead: requests that go to the same decode worker while it waits.
         tpot_target_s: for which `relief_s` is reckoned.
+        tokens_per_s: see Forecast.
     """
     decode, model = estimate.decode, estimate.decode.model
     joins_s = wait_s + estimate.first.ttft_s + estimate.exposed_s
@@ -31,10 +37,12 @@ def forecast(
     come = num_ahead * min(1.0, stay_s / max(joins_s, 1e-9))
     context = decode.used_tokens / max(1, decode.num_sequences) or output_tokens
     num_sequences = left + come + 1
-    tpot_s = model.decode_s(num_sequences, num_sequences * context)
+    # Prompts that are prefilled on the decode worker itself stretch its steps.
+    stretch_s = max(0.0, decode.backlog.total_s - joins_s) / max(1.0, output_tokens)
+    tpot_s = model.decode_s(num_sequences, num_sequences * context) + stretch_s
     relief_s = 0.0
     if tpot_target_s is not None and tpot_s > tpot_target_s:
         room = (tpot_target_s - model.base_s) / (model.sequence_s + model.context_s * context)
         # As sequences end at an even pace, the batch has shrunk to what the target allows after this time.
         relief_s = _NEVER_S if room < 1 else stay_s * (1.0 - room / num_sequences)
-    return Forecast(estimate.first.ttft_s, tpot_s, relief_s)
+    return Forecast(estimate.first.ttft_s, tpot_s, relief_s, tokens_per_s)

@@ -4,13 +4,14 @@ The service and the simulator run the same object.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.router.admission import Admission, Forecast
 from cluster.router.class_queue import Claim
 from cluster.router.forecast import forecast
 from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.router import Router
+from cluster.router.worker_table import Role
 from cluster.service_level import ORDINARY, ServiceLevel
 from common.config import RouterConfig
 from common.errors import BatonError, OverloadedError
@@ -96,7 +97,7 @@ class Front:
             claim = self._admission.take(self.router.now())
             request, answer = self._waiting.pop(claim.key)
             try:
-                reservation = self.router.place(request)
+                reservation = self.router.place(self._hurried(request, claim))
             except BatonError as error:
                 answer(error)
             else:
@@ -134,6 +135,7 @@ class Front:
             cost_tokens=request.num_tokens + round(self.router.expected_output(request)),
             deadline_s=None if asked.timeout_s is None else now + asked.timeout_s,
             is_admitted=asked.is_admitted,
+            asked_s=now,
         )
 
     def _forecast(self, request: PlacementRequest, claim: Claim) -> Forecast | None:
@@ -141,15 +143,26 @@ class Front:
         level = claim.level
         if claim.is_admitted or (level.ttft_target_s is None and level.tpot_target_s is None):
             return None
-        wait_s = self._admission.wait_s(claim, self.router.now()) or 0.0
-        decoders = max(1, self.router.num_decoders)
+        estimate = self.router.predict(request)
+        own_s = max(1e-9, estimate.first.restore_s + estimate.first.compute_s)
+        decoders = max(1, self.router.workers.num_ready(Role.DECODE, Role.BOTH))
+        prefillers = self.router.workers.num_ready(Role.PREFILL) or decoders
+        must_wait = bool(self._waiting) or not self.router.has_room()
         return forecast(
-            self.router.predict(request),
+            estimate,
             self.router.expected_output(request),
-            wait_s,
+            (self._admission.wait_s(claim, self.router.now()) or 0.0) if must_wait else 0.0,
             len(self._waiting) / decoders,
             level.tpot_target_s,
+            claim.cost_tokens / own_s * prefillers,
         )
+
+    def _hurried(self, request: PlacementRequest, claim: Claim) -> PlacementRequest:
+        """Return the request with what its wait has left of its TTFT target."""
+        if request.ttft_target_s is None:
+            return request
+        left_s = request.ttft_target_s - (self.router.now() - claim.asked_s)
+        return replace(request, ttft_target_s=max(0.0, left_s))
 
     def _refuse(self, claim: Claim, why: str, now: float) -> None:
         _, answer = self._waiting.pop(claim.key)

@@ -121,7 +121,7 @@ class Reservation:
         if self._is_prefilled:
             return
         self._is_prefilled = True
-        self._prefiller.end_prefill(self, self.size.prompt)
+        self._prefiller.end_prefill(self, self.size.prompt, self._outcome.now() if is_success else None)
         if self._prefill is not None:
             self._prefill.book(reservations=-1)
         self._outcome.prefilled(self, is_success)

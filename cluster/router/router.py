@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from cluster.router.backlog import Prompt
-from cluster.router.estimate import PairEstimate, estimate_pair
+from cluster.router.estimate import PairEstimate, estimate_pair, harmless
 from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
 from cluster.router.placement import Placement, PlacementRequest, Reservation, Size
@@ -80,7 +80,7 @@ class Router:
         return self._reserve(request, question, choice, estimate)
 
     def predict(self, request: PlacementRequest) -> PairEstimate:
-        """Return what a request would meet at best if it were placed now; nothing is reserved.
+        """Return what a request would meet at best if it were placed now without harm; nothing is reserved.
 
         It is not the policy that is asked, since to some that would be a placement.
 
@@ -89,7 +89,7 @@ class Router:
             InvalidRequestError: as `place`.
         """
         question = self._question(request)
-        return _chosen(question, self._predictor.choose(question, self._rng))
+        return harmless(self._predictor.choose(question, self._rng).considered)
 
     def has_room(self) -> bool:
         """Whether a request that is placed now goes to workers that are not full. True also when there are none."""
@@ -98,11 +98,6 @@ class Router:
     def expected_output(self, request: PlacementRequest) -> float:
         """Return how many tokens its answer will have, by those of late."""
         return min(float(request.max_output_tokens), self._traffic.output_tokens)
-
-    @property
-    def num_decoders(self) -> int:
-        """Workers that can decode now."""
-        return len(self.workers.ready(*_DECODERS).workers)
 
     def hold(
         self,

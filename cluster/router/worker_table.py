@@ -140,9 +140,9 @@ class Worker:
         self.candidate.backlog.add(key, prompt, now)
         self.book(queued_tokens=prompt.num_uncached)
 
-    def end_prefill(self, key: object, prompt: Prompt) -> None:
-        """A prompt was prefilled, or will not be."""
-        self.candidate.backlog.remove(key)
+    def end_prefill(self, key: object, prompt: Prompt, prefilled_at: float | None) -> None:
+        """A prompt was prefilled, or (None) will not be."""
+        self.candidate.backlog.remove(key, prefilled_at)
         self.book(queued_tokens=-prompt.num_uncached)
 
     def take_report(self, load: WorkerLoad, now: float) -> None:
@@ -289,6 +289,10 @@ class WorkerTable:
             rows = [row for row in self._workers.values() if row.state is State.READY and row.info.role in roles]
             ready = self._ready[roles] = Ready.of(rows)
         return ready
+
+    def num_ready(self, *roles: Role) -> int:
+        """Return how many workers of these roles can be used."""
+        return len(self.ready(*roles).workers)
 
     def num_configured(self, *roles: Role) -> int:
         """Return how many workers of these roles should exist."""

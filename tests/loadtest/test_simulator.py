@@ -1,6 +1,8 @@
 """A simulation is the same each time, leaves nothing behind, and its times follow from the cost model."""
 
+from dataclasses import replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 from hypothesis import given, settings
@@ -141,6 +143,52 @@ def test_a_prefill_worker_fetches_the_answer_before_from_the_decode_worker_that_
     assert second["least_loaded"].cached_tokens == 128
     assert second["cost"].prefill_worker == "prefill-0"
     assert second["cost"].cached_tokens == 192
+
+
+def test_requests_wait_at_the_router_and_overload_is_refused_there() -> None:
+    burst = plan("synthetic:prompt_tokens=500,output_tokens=4", "constant:rate=1000", 1500)
+
+    ended = records(burst)
+
+    refused = [record for record in ended if record.error is not None]
+    assert {record.error for record in refused} == {"OverloadedError"}
+    assert len(ended) - len(refused) >= 300  # what is drained in the longest wait, at two thirds of a second each
+
+
+def test_with_targets_the_answered_ones_come_near_them_and_without_few_do() -> None:
+    crowd = plan("synthetic:prompt_tokens=500,output_tokens=30", "poisson:rate=4", 200)
+    asking = replace(crowd, options=replace(crowd.options, targets=SLO))
+
+    near = {
+        name: [SLO.is_met(record, scale=1.3) for record in records(what) if record.error is None]
+        for name, what in (("all", crowd), ("asking", asking))
+    }
+
+    # A first token comes at the end of a step, half the target here; and the first few have nothing to learn from.
+    assert sum(near["asking"]) >= 0.9 * len(near["asking"])
+    assert sum(near["asking"]) > 5 * sum(near["all"])
+
+
+def test_service_recovers_within_ten_seconds_after_an_overload_with_targets() -> None:
+    def flood(at: float, count: int, every: float) -> str:
+        lines = [
+            f'{{"timestamp": {round(1000 * (at + number * every))}, "input_length": 500, "output_length": 10, '
+            f'"hash_ids": [{round(1000 * at) + number}]}}'
+            for number in range(count)
+        ]
+        return "\n".join(lines) + "\n"
+
+    with NamedTemporaryFile("w", suffix=".jsonl") as trace:
+        trace.write(flood(0.0, 400, 0.05) + flood(30.0, 10, 2.0))
+        trace.flush()
+        options = RunOptions(targets=SLO)
+        what = Plan(parse_workload(f"mooncake:path={trace.name}"), parse_arrival("trace"), None, SLO, options)
+        ended = records(what)
+
+    late = [record for record in ended if record.intended_s >= 29.9]
+    assert sum(record.error is not None for record in ended) > 100
+    assert len(late) == 10
+    assert all(SLO.is_met(record) for record in late)
 
 
 def test_what_can_never_fit_is_refused() -> None:

@@ -57,6 +57,19 @@ def test_progress_shortens_the_wait() -> None:
     assert backlog.wait(3000, 1.5).seconds == pytest.approx(0.5)
 
 
+def test_what_was_computed_for_a_prompt_that_ended_is_not_taken_for_the_next_ones() -> None:
+    backlog = Backlog()
+    for key in ("first", "second"):
+        backlog.add(key, prompt(1000), 0.0)
+
+    backlog.remove("first", prefilled_at=1.0)
+    before = backlog.wait(5000, 1.0).seconds
+    backlog.progressed(1000, 1.0, 1.01)
+
+    assert before == pytest.approx(1.0)
+    assert backlog.wait(5000, 1.01).seconds == pytest.approx(1.0)
+
+
 def test_the_running_step_is_not_interrupted() -> None:
     backlog = Backlog()
     backlog.add("long", prompt(90_000), 0.0)

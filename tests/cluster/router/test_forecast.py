@@ -19,27 +19,27 @@ def estimate(num_sequences: int, ttft_s: float) -> PairEstimate:
 
 
 def test_a_prefill_that_takes_no_time_meets_the_present_load() -> None:
-    assert forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, None).tpot_s == MODEL.decode_s(10, 0)
+    assert forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, None, 1.0).tpot_s == MODEL.decode_s(10, 0)
 
 
 def test_whoever_will_have_ended_by_then_does_not_count() -> None:
-    soon, late = (forecast(estimate(9, ttft_s), OUTPUT, 0.0, 0, None) for ttft_s in (0.0, 1000.0))
+    soon, late = (forecast(estimate(9, ttft_s), OUTPUT, 0.0, 0, None, 1.0) for ttft_s in (0.0, 1000.0))
 
     assert late.tpot_s == MODEL.decode_s(1, 0)
     assert soon.ttft_s == 0.0
 
 
 def test_those_that_are_placed_meanwhile_count() -> None:
-    idle = forecast(estimate(0, 1.0), OUTPUT, 0.0, 0, None)
-    crowded = forecast(estimate(0, 1.0), OUTPUT, 0.0, 8, None)
+    idle = forecast(estimate(0, 1.0), OUTPUT, 0.0, 0, None, 1.0)
+    crowded = forecast(estimate(0, 1.0), OUTPUT, 0.0, 8, None, 1.0)
 
     assert crowded.tpot_s > 4 * idle.tpot_s
 
 
 def test_relief_is_the_time_until_the_batch_is_small_enough() -> None:
-    met = forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, 0.2)
-    half = forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, 0.06)
-    never = forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, 0.005)
+    met = forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, 0.2, 1.0)
+    half = forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, 0.06, 1.0)
+    never = forecast(estimate(9, 0.0), OUTPUT, 0.0, 0, 0.005, 1.0)
 
     assert met.relief_s == 0.0
     assert half.relief_s == pytest.approx(0.5 * OUTPUT * MODEL.decode_s(10, 0))
