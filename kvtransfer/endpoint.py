@@ -4,8 +4,8 @@
     grant ──────── Ticket (with the request) ─────► open_push
                  ◄── connect, Hello, Open ────────
                  ◄── Ready (piece is final) ────── announce, as each chunk or layer group is computed
-    copy, verify ── Ack ──────────────────────────►
-                 ◄── Complete (source was held) ── finish
+    place, verify ─ Ack ──────────────────────────►
+                 ◄── Complete (source was held) ── finish; over wires it does not wait for the last Ack
     landed ──────── Complete ─────────────────────► finished
 
 One connection for each pair and direction carries the control frames; the transports bring the bytes across.

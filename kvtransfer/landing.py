@@ -58,6 +58,10 @@ class SenderPeer(Protocol):
         """Break the connection and its link."""
         ...
 
+    def confirm(self, transfer_id: bytes, seconds: float) -> None:
+        """Tell the sender that everything has landed; that was the last of this transfer."""
+        ...
+
     def count_piece(self, num_bytes: int) -> None:
         """Count a verified piece."""
         ...
@@ -70,13 +74,13 @@ class SenderPeer(Protocol):
 class BlockLanding:
     """Implements `Landing`.
 
-        granted ──Open──► open ──Complete, nothing missing──► landed
+        granted ──Open──► open ──Complete, all in place──► landed
            │               │
            └───── fail ────┴──► failed ──nothing under way──► quiet
 
-    Nothing is believed before Complete, and the sender sends Complete only after every Ack, while it still holds the
-    source blocks. So a sender that gave up may overwrite its blocks at once: what this side may still be copying is
-    never used, with or without checksums.
+    Nothing is believed before Complete, and the sender sends Complete only when nobody will read its blocks any more,
+    while it still holds them. So a sender that gave up may overwrite its blocks at once: what this side may still be
+    copying is never used, with or without checksums.
 
     The lease: while nothing is under way, any frame of the sender renews it (it pings each second); a piece that is
     under way must land within it; a ticket that nobody opens lives for one lease.
@@ -98,6 +102,7 @@ class BlockLanding:
         self._coding: Coding | None = None
         self._placing: set[asyncio.Task[int | None]] = set()
         self._num_under_way_bytes = 0
+        self._is_vouched_for = False
         self._coverage = Coverage(len(ticket.block_ids), range(ticket.layer_begin, ticket.layer_end))
         self._activity = Activity()
         self._peer: SenderPeer | None = None
@@ -112,11 +117,6 @@ class BlockLanding:
         self._lease = self._loop.call_later(ticket.lease_s, self._check_lease)
         self._outcome: asyncio.Future[LandingReport] = self._loop.create_future()
         self._outcome.add_done_callback(lambda done: done.exception())  # it may end while nobody waits
-
-    @property
-    def is_landed(self) -> bool:
-        """Whether it ended with success."""
-        return self.is_over and self._outcome.exception() is None
 
     async def landed(self) -> LandingReport:
         """Wait for the outcome; see `Landing.landed`."""
@@ -190,21 +190,30 @@ class BlockLanding:
         receiving.add_done_callback(partial(self._piece_done, ready.seq, ready.num_bytes, checksum))
 
     def complete(self, num_pieces: int) -> None:
-        """End with success.
+        """Note that the sender vouches for all pieces: end with success when the last one is in place.
 
         Raises:
-            TransferError: something is missing or still under way.
+            TransferError: something is missing; or is still read from the sender's memory, for which it cannot vouch.
         """
         assert self._peer is not None
         if self.is_over:
             return
-        if num_pieces != self._num_pieces or not self._activity.is_quiet:
+        is_read_here = self._peer.link.byte_receiver is None
+        if num_pieces != self._num_pieces or (is_read_here and not self._activity.is_quiet):
             raise TransferError(f"complete after {num_pieces} pieces, {self._num_pieces} were announced")
         if missing := self._coverage.num_missing:
             raise TransferError(f"complete, but {missing} of {len(self.ticket.block_ids)} blocks were never sent")
+        self._is_vouched_for = True
+        self._land_if_quiet()
+
+    def _land_if_quiet(self) -> None:
+        if not self._is_vouched_for or self.is_over or not self._activity.is_quiet:
+            return
+        assert self._peer is not None
         self._end()
         self.seconds = self._loop.time() - self._opened
         self._outcome.set_result(LandingReport(self._peer.link.name, self._num_bytes, self.seconds))
+        self._peer.confirm(self.ticket.transfer_id, self.seconds)
 
     def _pass_by(self, ready: transfer_pb2.Ready, runs: Runs) -> None:
         assert self._peer is not None
@@ -270,6 +279,7 @@ class BlockLanding:
             self._peer.count_piece(num_bytes)
             ack = transfer_pb2.Ack(transfer_id=self.ticket.transfer_id, seq=seq)
             self._peer.send(transfer_pb2.TransferFrame(ack=ack))
+            self._land_if_quiet()
 
     def _give_window(self, num_bytes: int) -> None:
         if self._peer is not None and num_bytes:

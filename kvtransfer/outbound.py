@@ -230,7 +230,7 @@ class OutboundPeer:
         self.send(transfer_pb2.TransferFrame(ready=ready))
         assert self._link is not None
         assert self._link.byte_sender is not None
-        self._watch_sending(push, self._link.byte_sender.send_bytes(coded.data, ready.tag))
+        self._watch_sending(push, ready.seq, self._link.byte_sender.send_bytes(coded.data, ready.tag))
 
     def _send_piece(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, checksum: int) -> None:
         assert self._link is not None
@@ -238,7 +238,7 @@ class OutboundPeer:
         ready.checksum = checksum
         self.send(transfer_pb2.TransferFrame(ready=ready))
         if (sending := self._link.send(runs, ready.tag)) is not None:
-            self._watch_sending(push, sending)
+            self._watch_sending(push, ready.seq, sending)
 
     @staticmethod
     def _ready(push: BlockPush, piece: Piece, num_bytes: int, num_tags: int) -> transfer_pb2.Ready:
@@ -255,15 +255,17 @@ class OutboundPeer:
             tag=tag,
         )
 
-    def _watch_sending(self, push: BlockPush, sending: asyncio.Future[None]) -> None:
+    def _watch_sending(self, push: BlockPush, seq: int, sending: asyncio.Future[None]) -> None:
         push.activity.begin()
-        sending.add_done_callback(partial(self._sent, push))
+        sending.add_done_callback(partial(self._sent, push, seq))
 
-    def _sent(self, push: BlockPush, sending: asyncio.Future[None]) -> None:
+    def _sent(self, push: BlockPush, seq: int, sending: asyncio.Future[None]) -> None:
         push.activity.end()
         self.last_sent = self._loop.time()
         if (error := sending.exception()) is not None:
             self.lose(WorkerLostError(f"the {self.transport} link to {self._address.worker_id} broke: {error}"))
+        else:
+            push.source_read(seq)
 
     def _on_frame(self, frame: transfer_pb2.TransferFrame) -> None:
         match frame.WhichOneof("frame"):

@@ -61,9 +61,10 @@ class BlockPush:
             │                   │                   │
             └────── fail ───────┴───────────────────┴──► failed ──nothing reads the source──► quiet
 
-    Complete goes out only after the last Ack and while the source blocks are still held: it vouches for every byte.
-    That is why a failed push may release its blocks as soon as no thread or request of this process reads them; a
-    receiver that still copies from them will never believe what it gets.
+    Complete goes out when nobody will read the source any more and while its blocks are still held: it vouches for
+    every byte. Where the receiver reads them that is after the last Ack; where the link sends them, once it has taken
+    the last one. That is why a failed push may release its blocks as soon as no thread or request of this process
+    reads them; a receiver that still copies from them will never believe what it gets.
     """
 
     def __init__(
@@ -84,6 +85,9 @@ class BlockPush:
         self._num_queued = 0
         self._num_sent = 0
         self._unacknowledged: dict[int, int] = {}
+        self._being_read: set[int] = set()
+        """Pieces whose source somebody may still read."""
+        self._is_complete_sent = False
         self._num_bytes = 0
         self._is_finishing = False
         self._loop = asyncio.get_running_loop()
@@ -175,7 +179,13 @@ class BlockPush:
         self._num_queued -= 1
         self._num_runs += num_runs
         self._unacknowledged[seq] = num_bytes
+        self._being_read.add(seq)
         return seq
+
+    def source_read(self, seq: int) -> None:
+        """Note that the link has a sent piece's bytes, so that the source does not matter to it any more."""
+        self._being_read.discard(seq)
+        self._complete_if_done()
 
     def acknowledged(self, seq: int) -> int:
         """Note that a piece is in place, and return its bytes (0: the push is over, nobody counts).
@@ -188,6 +198,7 @@ class BlockPush:
         if seq not in self._unacknowledged:
             raise FrameError(f"Ack of piece {seq}, which is not under way")
         num_bytes = self._unacknowledged.pop(seq)
+        self._being_read.discard(seq)
         self._num_bytes += num_bytes
         self._progress = self._loop.time()
         self._peer.give_back(num_bytes)
@@ -202,14 +213,17 @@ class BlockPush:
         """
         if self.is_over:
             return
-        if not self._is_finishing or self._num_queued or self._unacknowledged:
+        if not self._is_complete_sent or self._unacknowledged:
             raise FrameError("Complete from a receiver that has not got everything")
         self._end()
         self.seconds = self._loop.time() - self._started
         self._outcome.set_result(PushReport(self.transport, self._num_bytes, self.seconds))
 
     def _complete_if_done(self) -> None:
-        if self._is_finishing and not self.is_over and not self._num_queued and not self._unacknowledged:
+        if self._is_complete_sent or not self._is_finishing or self.is_over:
+            return
+        if not self._num_queued and not self._being_read:
+            self._is_complete_sent = True
             complete = transfer_pb2.Complete(transfer_id=self.terms.transfer_id, num_pieces=self._num_sent)
             self._peer.send(transfer_pb2.TransferFrame(complete=complete))
 

@@ -190,6 +190,12 @@ class InboundPeer:
         self._num_under_way_bytes -= num_bytes
         assert self._num_under_way_bytes >= 0
 
+    def confirm(self, transfer_id: bytes, seconds: float) -> None:
+        """See `SenderPeer.confirm`."""
+        del self._landings[transfer_id]
+        self._receiver.counters.took(self.worker_id, self._door.name, seconds)
+        self.send(transfer_pb2.TransferFrame(complete=transfer_pb2.Complete(transfer_id=transfer_id)))
+
     def count_piece(self, num_bytes: int) -> None:
         """Count a verified piece."""
         self._receiver.counters.moved(self.worker_id, self._door.name, num_bytes)
@@ -222,7 +228,7 @@ class InboundPeer:
             case "ready":
                 self._checked(frame.ready.transfer_id, lambda landing: landing.receive(frame.ready))
             case "complete":
-                self._on_complete(frame.complete)
+                self._checked(frame.complete.transfer_id, lambda landing: landing.complete(frame.complete.num_pieces))
             case "abort":
                 self._on_abort(frame.abort)
             case "ping":
@@ -292,14 +298,6 @@ class InboundPeer:
         except TransferError as error:
             self.count_refusal()
             landing.fail(error)
-
-    def _on_complete(self, frame: transfer_pb2.Complete) -> None:
-        self._checked(frame.transfer_id, lambda landing: landing.complete(frame.num_pieces))
-        landing = self._landings[frame.transfer_id]
-        if landing.is_landed:
-            del self._landings[frame.transfer_id]
-            self._receiver.counters.took(self.worker_id, self._door.name, landing.seconds)
-            self.send(transfer_pb2.TransferFrame(complete=transfer_pb2.Complete(transfer_id=frame.transfer_id)))
 
     def _on_abort(self, frame: transfer_pb2.Abort) -> None:
         """Fail the landing, which answers, unless this is itself the answer to its Abort."""

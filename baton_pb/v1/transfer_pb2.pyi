@@ -380,8 +380,8 @@ Global___Ack: _TypeAlias = Ack  # noqa: Y015
 
 @_typing.final
 class Complete(_message.Message):
-    """Sender -> receiver, after the last Ack: no further piece, and the source was held until now. Receiver -> sender:
-    everything has landed.
+    """Sender -> receiver: no further piece, and the source was held until nobody reads it any more (shm: after the last Ack;
+    else: when the link has taken the last piece). Receiver -> sender: everything has landed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -37,10 +37,23 @@ class Wire:
     def __init__(self) -> None:
         self.damage: Damage = lambda message: message
         self.num_bytes = 0
+        self.is_held = False
+        """Whether messages wait for `flow`."""
+        self._held: list[tuple[int, bytes]] = []
         self._arrived: dict[int, bytes] = {}
         self._wanted: dict[int, asyncio.Future[bytes]] = {}
 
+    def flow(self) -> None:
+        """Let go of what was held."""
+        self.is_held = False
+        held, self._held = self._held, []
+        for tag, message in held:
+            self.put(tag, message)
+
     def put(self, tag: int, message: bytes) -> None:
+        if self.is_held:
+            self._held.append((tag, message))
+            return
         self.num_bytes += len(message)
         damaged = self.damage(message)
         if damaged is None:

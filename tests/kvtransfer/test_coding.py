@@ -297,6 +297,54 @@ def test_windows_bound_what_senders_have_under_way() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("mode", [{}, {"codec": "int8"}])
+def test_a_transfer_that_was_vouched_for_lands_when_its_last_message_comes(mode: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with faulty_pair(**mode) as pair:
+            pair.wire.is_held = True
+            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            push = await pair.sender.open_push(landing.ticket)
+            push.announce(0, SOURCES)
+            finishing = asyncio.create_task(push.finish())
+            arriving = asyncio.create_task(landing.landed())
+            other = pair.receiver.grant(pair.address, [], 0)
+            other_push = await pair.sender.open_push(other.ticket)  # a round trip
+            await asyncio.gather(other_push.finish(), other.landed())  # Complete of the first went before
+            assert not finishing.done()
+            assert not arriving.done()
+
+            pair.wire.flow()
+
+            assert (await finishing).num_bytes == (await arriving).num_bytes == 4 * SMALL_LAYOUT.block_bytes
+            assert has_landed(pair, mode.get("codec", "raw"))
+
+    run(test)
+
+
+def test_a_transfer_that_was_vouched_for_and_never_comes_fails() -> None:
+    async def test() -> None:
+        async with faulty_pair() as pair:
+            pair.wire.is_held = True
+            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            push = await pair.sender.open_push(landing.ticket)
+            push.announce(0, SOURCES)
+            finishing = asyncio.create_task(push.finish())
+            other = pair.receiver.grant(pair.address, [], 0)
+            other_push = await pair.sender.open_push(other.ticket)
+            await asyncio.gather(other_push.finish(), other.landed())
+
+            pair.wire.cut()
+
+            with pytest.raises(TransferError):
+                await landing.landed()
+            with pytest.raises(BatonError):
+                await finishing
+            await landing.abort("over")
+            await push.abort("over")
+
+    run(test)
+
+
 def test_senders_beyond_the_staging_memory_are_refused_and_windows_come_back() -> None:
     windows = Windows(256 << 20, 64 << 20, 1 << 20)
     granted: list[int] = []

@@ -100,6 +100,32 @@ def test_complete_follows_the_last_acknowledgement() -> None:
     asyncio.run(test())
 
 
+def test_complete_need_not_wait_for_acknowledgements_of_what_left_the_source() -> None:
+    async def test() -> None:
+        peer = RecordingPeer()
+        push = new_push(peer)
+        for block in (0, 1):
+            push.announce(block, [block])
+        seqs = [push.sent(100, 1) for _ in range(2)]
+        finishing = asyncio.create_task(push.finish())
+        await asyncio.sleep(0)
+        push.source_read(seqs[1])
+        assert peer.kinds == []
+
+        push.source_read(seqs[0])
+        assert peer.kinds == ["complete"]
+        with pytest.raises(FrameError):
+            push.completed()
+
+        for seq in seqs:
+            push.acknowledged(seq)
+        assert peer.kinds == ["complete"]
+        push.completed()
+        assert (await finishing).num_bytes == 200
+
+    asyncio.run(test())
+
+
 def test_tags_of_runs_follow_each_other_and_differ_between_tickets() -> None:
     async def test() -> None:
         push, other = new_push(RecordingPeer()), new_push(RecordingPeer())
