@@ -1,4 +1,4 @@
-"""`baton loadtest`, `bench` and `simulate`: the command line around runs, searches, comparisons and reports."""
+"""`baton loadtest` and `baton simulate`: the command line around runs, searches, comparisons and reports."""
 
 import asyncio
 import json
@@ -13,8 +13,6 @@ import typer
 from rich.console import Console
 
 from common.errors import BatonError, ConfigError
-from loadtest.bench import codecs as codecs_bench
-from loadtest.bench import transfer as transfer_bench
 from loadtest.bench.common import machine
 from loadtest.capacity import measure_capacity
 from loadtest.client import BatonTarget, Target
@@ -65,12 +63,7 @@ loadtest = typer.Typer(
     help="Send load and measure what comes back.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.add_typer(loadtest, name="loadtest")
-bench = typer.Typer(
-    help="Measure a part of Baton on this machine.", no_args_is_help=True, pretty_exceptions_enable=False
-)
-app.add_typer(bench, name="bench")
-bench.command("transfer")(transfer_bench.main)
-bench.command("codecs")(codecs_bench.main)
+
 
 _SEARCH = "find-goodput"
 

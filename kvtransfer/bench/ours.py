@@ -30,7 +30,7 @@ class Ours:
     async def connect(self) -> None:
         """Open the endpoint; the connection is made by the first transfer."""
         side = self._side
-        config = TransferConfig.model_validate({"transport": self._transport})
+        config = TransferConfig.model_validate({"transport": self._transport, "codec": "raw"})
         name = "sender" if side.is_sender else "receiver"
         try:
             self._endpoint = await TransferEndpoint.start(name, HOST, side.pool.store, config)

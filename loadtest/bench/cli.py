@@ -12,11 +12,14 @@ import typer
 from cluster.model_store import resolve
 from common.config import DEMO_MODEL, ModelConfig
 from common.errors import BatonError, ConfigError
+from loadtest.bench import codecs, transfer
 from loadtest.bench.common import BenchRow, publish
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
+bench.command("transfer")(transfer.main)
+bench.command("codecs")(codecs.main)
 
 DIVERGENCE_GOAL = 0.01
 AGREEMENT_GOAL = 0.94

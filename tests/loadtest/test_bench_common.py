@@ -1,6 +1,8 @@
 """A benchmark's file has the agreed format, and its ratio and goal always mean that more is better for us."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,12 @@ def test_ratio_and_goal_follow_the_direction(is_higher_better: bool, ratio: floa
 
 def test_repeated_is_median_and_relative_spread() -> None:
     assert Repeated.of([4.0, 1.0, 2.0]) == Repeated(2.0, 1.5)
+
+
+def test_all_benchmarks_that_are_commands_are_found_under_one_name() -> None:
+    baton = Path(sys.executable).parent / "baton"
+
+    done = subprocess.run([baton, "bench", "--help"], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("transfer", "codecs", "quality"))
