@@ -150,7 +150,16 @@ class TransferConfig(Node):
 class RouterConfig(Node):
     """Placement."""
 
-    policy: Literal["round_robin", "least_loaded", "prefix", "cost"] = "cost"
+    policy: Literal[
+        "round_robin",
+        "random",
+        "least_loaded",
+        "power_of_two",
+        "prefix",
+        "sglang_cache_aware",
+        "dynamo_cost",
+        "cost",
+    ] = "cost"
     """How a worker is chosen."""
     prefill_ahead_s: Seconds = 2.0
     """Work that one worker is given ahead of what it prefills; further requests wait at the router, where their order

@@ -24,6 +24,8 @@ class PrefillEstimate(NamedTuple):
     """By which other requests are delayed, all together."""
     evict_s: float
     """To compute again what is evicted for it, as far as somebody will ask for it."""
+    spread_s: float
+    """Of `compute_s`: spent on a copy of a hot prefix, and as good as paid by the requests that will find it."""
     num_cached: int
     """Tokens that need not be computed."""
     fetch_s: float = 0.0
@@ -83,6 +85,7 @@ class PairEstimate(NamedTuple):
             "harm_prefill": first.harm_s,
             "harm_decode": then.harm_s,
             "evict": first.evict_s,
+            "spread": -first.spread_s,
         }
 
 
@@ -96,7 +99,7 @@ def pair_up(
     """Put the two parts of a request together."""
     sent_s = 0.0 if prefill is None else exposed_s(question, decode)
     own_s = first.ttft_s + sent_s + then.wait_s + then.decode_s
-    total_s = own_s + first.harm_s + first.evict_s + then.harm_s
+    total_s = own_s + first.harm_s + first.evict_s + then.harm_s - first.spread_s
     meets_targets = (question.ttft_target_s is None or first.ttft_s <= question.ttft_target_s) and (
         question.tpot_target_s is None or then.tpot_s <= question.tpot_target_s
     )
@@ -135,17 +138,24 @@ def estimate_prefill(question: Question, candidate: Candidate) -> PrefillEstimat
     num_cached = max(num_cached, fetched_blocks * question.block_tokens)
     compute_s = model.prefill_s(question.num_tokens - num_cached, num_cached)
     wait = candidate.backlog.wait(question.num_tokens, outlook.now)
-    # Those whom it overtakes, and those who will come while there is a queue.
-    harm_s = compute_s * (wait.num_delayed + outlook.prompts_waiting)
+    # Those whom it overtakes, and those who will come while there is a queue: on average half as many as are in it.
+    queue = max(0, len(candidate.backlog) - 1)
+    harm_s = compute_s * (wait.num_delayed + queue / 2)
     evict_s = _evict_s(question, candidate, question.num_tokens - num_cached)
-    return PrefillEstimate(wait.seconds, restore_s, compute_s, harm_s, evict_s, num_cached, fetch_s, fetched_blocks)
+    wait_s = wait.seconds * outlook.wait_factor
+    spread_s = _spread_s(question, candidate, num_cached)
+    return PrefillEstimate(
+        wait_s, restore_s, compute_s, harm_s, evict_s, spread_s, num_cached, fetch_s, fetched_blocks
+    )
 
 
 def estimate_local(question: Question, candidate: Candidate) -> PrefillEstimate:
     """Estimate prefill on the decode worker itself, in chunks that ride along with its steps."""
     alone = estimate_prefill(question, candidate)
-    # Every sequence of the batch waits while the chunks are computed; and one may come: that is what it is for.
-    harm_s = alone.harm_s + alone.compute_s * max(1, candidate.num_sequences)
+    # Every sequence of the batch waits while the chunks are computed. A worker that is there to decode is never idle
+    # for this: a sequence may come at any moment.
+    delayed = candidate.num_sequences if candidate.prefills_itself else max(1, candidate.num_sequences)
+    harm_s = alone.harm_s + alone.compute_s * delayed
     step_s = (
         candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens) if candidate.num_sequences else 0.0
     )
@@ -200,6 +210,11 @@ def _fetched(question: Question, candidate: Candidate, num_cached: int) -> tuple
     model, uncached = candidate.model, question.num_tokens - num_cached
     saved_s = model.prefill_s(uncached, num_cached) - model.prefill_s(uncached - missing, num_cached + missing)
     return (num_blocks, fetch_s) if fetch_s < saved_s else (0, 0.0)
+
+
+def _spread_s(question: Question, candidate: Candidate, num_cached: int) -> float:
+    fresh = question.hot.num_blocks * question.block_tokens - num_cached
+    return question.hot.share * candidate.model.prefill_s(fresh, num_cached) if fresh > 0 else 0.0
 
 
 def _evict_s(question: Question, candidate: Candidate, num_new: int) -> float:

@@ -19,6 +19,10 @@ class Explanation:
     """What was weighed; by a policy that does not reckon in seconds, the estimate of what it chose."""
     predicted_ttft_s: float
     """From the placement on."""
+    predicted_wait_s: float
+    """Of this: what was ahead of it then."""
+    predicted_busy_s: float
+    """And its own prefill."""
     observed_ttft_s: float | None = None
     """Likewise; None: no token yet."""
 

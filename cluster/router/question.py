@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from cluster.router.backlog import Backlog
 from cluster.router.hits import NO_HITS, Hits, Level
+from cluster.router.hot_prefixes import NOT_HOT, Hot
 from cluster.router.step_model import STARTING, StepModel
 
 EXPOSED_TOKEN_S = 1e-6
@@ -83,8 +84,8 @@ class Outlook:
     """Of a request that may have as many as it likes."""
     reuse_share: float = 0.0
     """Share of prompt tokens that were found cached of late."""
-    prompts_waiting: float = 0.0
-    """For each worker that prefills, on average."""
+    wait_factor: float = 1.0
+    """By which prompts have waited longer than what was ahead of them: others came and overtook them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class Question:
     """Leading blocks of the prompt that each is expected to hold: `hits.of(candidate.worker_id)`."""
     deepest: Level | None = None
     """Who holds most of the prompt now, in the pool, and could push it to others; None: nothing is to be fetched."""
+    hot: Hot = NOT_HOT
+    """What many others of late had in common with the prompt."""
     block_tokens: int = 1
     max_output_tokens: int = 256
     ttft_target_s: float | None = None

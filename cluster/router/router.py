@@ -13,6 +13,7 @@ from cluster.router.backlog import Prompt
 from cluster.router.estimate import PairEstimate, estimate_pair, harmless
 from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
+from cluster.router.hot_prefixes import HotPrefixes
 from cluster.router.placement import Placement, PlacementRequest, Reservation, Size
 from cluster.router.policies.cost import Cost
 from cluster.router.policies.policy import Choice, Policy
@@ -48,6 +49,7 @@ class Router:
         self.workers = WorkerTable(ahead_s)
         self.index = PrefixIndex()
         self.expected = ExpectedBlocks()
+        self.hot_prefixes = HotPrefixes()
         self.explanations = Explanations()
         self.counters: Counter[str] = Counter()
         self.placements_total = 0
@@ -113,7 +115,6 @@ class Router:
         prefill_s = (prefill or decode).candidate.model.prefill_s(num_tokens, 0)
         size = Size(Prompt(num_tokens, num_tokens, prefill_s), max_output_tokens)
         reservation = Reservation(self, None, decode, prefill, size)
-        self._traffic.prompts_waiting += 1
         self._reservations[reservation] = None
         if is_prefilled:
             reservation.first_token()
@@ -126,14 +127,14 @@ class Router:
 
     def prefilled(self, reservation: Reservation, is_success: bool) -> None:
         """Take note that a reservation's prefill is over; it calls this itself."""
-        self._traffic.prompts_waiting -= 1
         if not is_success:
             self.expected.drop(reservation)
             return
         now = self.now()
         self.expected.settle(reservation, now)
         if (explanation := self._reservations.get(reservation)) is not None:
-            explanation.observed_ttft_s = now - reservation.placed_at
+            explanation.observed_ttft_s = observed_s = now - reservation.placed_at
+            self._traffic.waited(explanation.predicted_wait_s, observed_s - explanation.predicted_busy_s)
 
     def released(self, reservation: Reservation, num_blocks: int) -> None:
         """Forget a reservation, whose end left `num_blocks` cached; it calls this itself."""
@@ -223,7 +224,6 @@ class Router:
                 assert account == Account(), f"{worker.info.worker_id} keeps {account} without a reservation"
                 assert len(worker.candidate.backlog) == 0
                 assert worker.candidate.backlog.total_s == 0
-        assert self._reservations or not self._traffic.prompts_waiting
 
     # Inside.
 
@@ -241,11 +241,12 @@ class Router:
             prefill=prefill,
             hits=hits,
             deepest=deepest,
+            hot=self.hot_prefixes.use(request.hashes, hits, now),
             block_tokens=self._agreed.block_tokens if self._agreed is not None else 1,
             max_output_tokens=request.max_output_tokens,
             ttft_target_s=request.ttft_target_s,
             tpot_target_s=request.tpot_target_s,
-            outlook=self._traffic.outlook(now, len(prefill) or len(decode)),
+            outlook=self._traffic.outlook(now),
         )
 
     def _decoders(self, request: PlacementRequest) -> Group:
@@ -316,7 +317,6 @@ class Router:
         prefiller = prefill or decode
         self.expected.add(reservation, prefiller.info.worker_id, request.hashes, reservation.placed_at)
         self._traffic.placed(question.num_blocks, prefill_hit if prefill is not None else decode_hit)
-        self._traffic.prompts_waiting += 1
         explanation = Explanation(
             request.request_id,
             choice.reason,
@@ -324,6 +324,8 @@ class Router:
             None if prefill is None else prefill.info.worker_id,
             choice.considered or (estimate,),
             first.ttft_s,
+            first.wait_s / question.outlook.wait_factor,
+            first.ttft_s - first.wait_s,
         )
         self.explanations.add(explanation)
         self._reservations[reservation] = explanation

@@ -12,8 +12,8 @@ _FEW = 4
 """Holders of equally much of a prompt that are weighed one by one; of more, only the least busy."""
 _LEVELS = 4
 """Deepest levels of holders that are weighed."""
-_NEARLY, _NEARLY_S = 1.02, 1e-4
-"""Costs within this factor and these seconds of the least are equal, and chance decides."""
+_NEARLY, _NEARLY_S = 0.02, 1e-4
+"""Loads within this share and these seconds of the least are equal, and chance decides."""
 
 
 class Cost:
@@ -63,7 +63,7 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
 
 
 def _least(candidates: Sequence[Candidate], loads: Sequence[float], rng: Random) -> Candidate:
-    most = _NEARLY * min(loads) + _NEARLY_S
+    most = (1 + _NEARLY) * min(loads) + _NEARLY_S
     return rng.choice([candidate for candidate, load in zip(candidates, loads, strict=True) if load <= most])
 
 
@@ -78,5 +78,10 @@ def _decode_loads(question: Question, candidates: Sequence[Candidate]) -> list[f
 
 def _cheapest(pairs: Sequence[PairEstimate], rng: Random) -> PairEstimate:
     fit = [pair for pair in pairs if pair.meets_targets] or pairs
-    most = _NEARLY * min(pair.total_s for pair in fit) + _NEARLY_S
+    best = min(fit, key=_total)
+    most = best.total_s + _NEARLY * best.first.ttft_s + _NEARLY_S
     return rng.choice([pair for pair in fit if pair.total_s <= most])
+
+
+def _total(pair: PairEstimate) -> float:
+    return pair.total_s

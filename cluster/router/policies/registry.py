@@ -1,16 +1,25 @@
 """The policies by their names in the config. A new one is a file beside this one and a line here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cluster.router.policies.cost import Cost
+from cluster.router.policies.dynamo_cost import DynamoCost
 from cluster.router.policies.least_loaded import LeastLoaded
 from cluster.router.policies.policy import Policy
+from cluster.router.policies.power_of_two import PowerOfTwo
 from cluster.router.policies.prefix import Prefix
+from cluster.router.policies.random_choice import RandomChoice
 from cluster.router.policies.round_robin import RoundRobin
+from cluster.router.policies.sglang_cache_aware import SglangCacheAware
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "prefix": Prefix,
-    "cost": Cost,
-}
+_ALL: Sequence[Callable[[], Policy]] = (
+    RoundRobin,
+    RandomChoice,
+    LeastLoaded,
+    PowerOfTwo,
+    Prefix,
+    SglangCacheAware,
+    DynamoCost,
+    Cost,
+)
+POLICIES = {policy().name: policy for policy in _ALL}

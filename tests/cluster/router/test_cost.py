@@ -1,0 +1,197 @@
+"""The cost policy weighs seconds: its choices follow from what waiting, computing and hindering cost."""
+
+from collections import Counter, deque
+from random import Random
+
+import pytest
+
+from cluster.router.placement import PlacementRequest, Reservation
+from cluster.router.policies.cost import Cost
+from cluster.router.prefix_index import Snapshot
+from cluster.router.router import Router
+from cluster.router.step_model import StepModel
+from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
+from common.chain_hash import chain_hashes
+from common.clock import ManualClock
+
+BLOCK = 16
+MODEL = StepModel(base_s=0.005, token_s=1e-3, pair_s=1e-8, sequence_s=1e-3, context_s=1e-7)
+
+
+def cluster(*names: str, clock: ManualClock | None = None) -> Router:
+    """Return a router with idle workers whose steps cost MODEL; p…: prefill, d…: decode, b…: both."""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+    router = Router(Cost(), Random(0), clock or ManualClock())
+    router.set_workers([WorkerInfo(name, "here", roles[name[0]]) for name in names])
+    for name in names:
+        router.welcome(name, WorkerFacts(1, "m", "l", BLOCK, b"", 4096, 1 << 16))
+        router.index.replace(name, [])
+        router.report(name, WorkerLoad(free_blocks=4096))
+        row = router.workers.get(name)
+        assert row is not None
+        row.candidate.model = MODEL
+    return router
+
+
+def chain(num_tokens: int = 1600, mark: int = 0) -> list[bytes]:
+    return chain_hashes(range(mark, mark + num_tokens), BLOCK)
+
+
+def ask(num_tokens: int = 1600, mark: int = 0, ttft_target_s: float | None = None) -> PlacementRequest:
+    return PlacementRequest("r", num_tokens, 100, chain(num_tokens, mark), ttft_target_s=ttft_target_s)
+
+
+def placed(router: Router, request: PlacementRequest) -> tuple[str, str | None]:
+    reservation = router.place(request)
+    placement = reservation.placement
+    assert placement is not None
+    reservation.release()
+    return placement.decode.worker_id, None if placement.prefill is None else placement.prefill.worker_id
+
+
+def test_an_idle_cluster_prefills_apart() -> None:
+    assert placed(cluster("p0", "d0"), ask()) == ("d0", "p0")
+
+
+def test_a_colocated_worker_alone_prefills_itself() -> None:
+    assert placed(cluster("b0"), ask()) == ("b0", None)
+
+
+def test_the_holder_is_worth_a_short_wait_and_not_a_long_one() -> None:
+    router = cluster("p0", "p1", "d0")
+    router.index.replace("p0", chain()[:80])
+
+    assert placed(router, ask())[1] == "p0"
+    busy = [router.place(ask(mark=5000 + 2000 * number)) for number in range(2)]  # one for each
+    assert placed(router, ask())[1] == "p0"
+
+    router.lose("p1", "so that p0 gets all of it")
+    busy += [router.place(ask(mark=50_000 + 2000 * number)) for number in range(3)]
+    router.welcome("p1", WorkerFacts(1, "m", "l", BLOCK, b"", 4096, 1 << 16))
+    router.index.replace("p1", [])
+    router.report("p1", WorkerLoad())
+    for row in router.workers:
+        row.candidate.model = MODEL
+    assert placed(router, ask())[1] == "p1"
+
+
+def test_the_decode_worker_prefills_what_it_holds_nearly_all_of() -> None:
+    router = cluster("p0", "d0", "d1")
+    router.index.replace("d1", chain())
+
+    assert placed(router, ask(1608)) == ("d1", None)
+    assert router.counters["local_prefills_chosen"] == 1
+    assert router.counters["local_prefill_fallback"] == 0
+
+
+def test_it_does_not_when_that_would_hold_up_many_sequences() -> None:
+    router = cluster("p0", "d0")
+    router.index.replace("d0", chain()[:80])
+    assert placed(router, ask()) == ("d0", None)
+
+    router.report("d0", WorkerLoad(running_sequences=30, used_blocks=300))
+
+    assert placed(router, ask()) == ("d0", "p0")
+
+
+def test_a_decoder_whose_pool_is_full_is_left_alone() -> None:
+    router = cluster("p0", "d0", "d1")
+    router.report("d0", WorkerLoad(running_sequences=3, used_blocks=4090))
+    router.report("d1", WorkerLoad(running_sequences=5, used_blocks=100))
+
+    assert placed(router, ask())[0] == "d1"
+
+
+def test_targets_come_before_the_sum() -> None:
+    router = cluster("p0", "d0", "d1")
+    router.index.replace("d1", chain()[:90])
+    router.report("d1", WorkerLoad(running_sequences=20, used_blocks=200))
+    relaxed = router.predict(ask())
+    assert (relaxed.prefill is not None, relaxed.meets_targets) == (True, True)
+
+    urgent = router.predict(ask(ttft_target_s=0.5))
+
+    assert (urgent.decode.worker_id, urgent.prefill, urgent.meets_targets) == ("d1", None, True)
+    assert urgent.first.ttft_s < 0.5 < relaxed.first.ttft_s
+    assert urgent.total_s > relaxed.total_s
+    assert not router.predict(ask(ttft_target_s=0.001)).meets_targets
+
+
+def test_a_slow_worker_gets_less() -> None:
+    router = cluster("p0", "p1", "d0")
+    slow = router.workers.get("p1")
+    assert slow is not None
+    slow.candidate.model = StepModel(*(4 * part for part in MODEL))
+
+    live = [router.place(ask(mark=10_000 * number)) for number in range(40)]
+
+    counts = Counter(r.placement.prefill.worker_id for r in live if r.placement and r.placement.prefill)
+    assert 3 < counts["p0"] / counts["p1"] < 6
+
+
+def test_what_lies_in_slower_tiers_counts_for_less() -> None:
+    router = cluster("p0", "p1", "d0")
+    whole = chain()
+    router.index.replace("p0", Snapshot(pool=whole[:20], host=whole[20:]))
+    router.index.replace("p1", whole)
+
+    assert placed(router, ask())[1] == "p1"
+    router.lose("p1", "gone")
+    estimate = router.predict(ask())
+    assert estimate.prefill is not None
+    assert (estimate.first.num_cached, estimate.first.restore_s > 0) == (1599, True)
+
+
+def test_a_prompt_follows_its_sibling_that_is_being_prefilled() -> None:
+    clock = ManualClock()
+    router = cluster("p0", "p1", "p2", "p3", "d0", clock=clock)
+    siblings = [PlacementRequest(str(i), 1640, 10, [*chain(), *chain(32, 5000 * (i + 1))]) for i in range(3)]
+
+    first = router.place(siblings[0])
+    clock.advance(1.0)
+    second = router.place(siblings[1])
+    assert first.placement is not None
+    assert second.placement is not None
+    assert second.placement.prefill == first.placement.prefill
+    assert second.placement.prefill_hit_blocks == 100
+
+    for failed in (first, second):
+        failed.release()
+    assert router.predict(siblings[2]).first.num_cached == 0
+
+
+@pytest.mark.parametrize("role", ["p", "b"])
+@pytest.mark.parametrize("in_flight", [8, 64])
+def test_a_prefix_that_all_share_does_not_pull_everything_to_one_worker(role: str, in_flight: int) -> None:
+    """FIELD_PROBLEMS 42: 90 % common prefix, equal suffixes, max/mean load below 1.3 on four workers."""
+    names = [f"{role}{number}" for number in range(4)]
+    router = cluster(*names, *(["d0"] if role == "p" else []))
+    common = chain(1440)
+    router.index.replace(names[0], common)
+    counts: Counter[str] = Counter()
+    running: deque[tuple[Reservation, str]] = deque()
+    for number in range(400):
+        request = PlacementRequest(str(number), 1600, 20, [*common, *chain(160, 100_000 + 1000 * number)])
+        reservation = router.place(request)
+        assert reservation.placement is not None
+        prefiller = (reservation.placement.prefill or reservation.placement.decode).worker_id
+        counts[prefiller] += 1
+        running.append((reservation, prefiller))
+        if len(running) == in_flight:
+            reservation, prefiller = running.popleft()
+            router.index.replace(prefiller, common)
+            reservation.first_token()
+            reservation.release()
+
+    assert max(counts.values()) / 100 < 1.3, counts
+
+
+def test_reservations_leave_nothing_behind() -> None:
+    router = cluster("p0", "d0", "b0")
+    live = [router.place(ask(mark=100 * number)) for number in range(50)]
+    for reservation in live[::2]:
+        reservation.first_token()
+    for reservation in live:
+        reservation.release()
+
+    router.check()
