@@ -144,9 +144,7 @@ def estimate_prefill(question: Question, candidate: Candidate) -> PrefillEstimat
     evict_s = _evict_s(question, candidate, question.num_tokens - num_cached)
     wait_s = wait.seconds * outlook.wait_factor
     spread_s = _spread_s(question, candidate, num_cached)
-    return PrefillEstimate(
-        wait_s, restore_s, compute_s, harm_s, evict_s, spread_s, num_cached, fetch_s, fetched_blocks
-    )
+    return PrefillEstimate(wait_s, restore_s, compute_s, harm_s, evict_s, spread_s, num_cached, fetch_s, fetched_blocks)
 
 
 def estimate_local(question: Question, candidate: Candidate) -> PrefillEstimate:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cluster.router.hits import Hits
+from cluster.router.hits import Hits, Levels
 
 _HALF_LIFE_S = 60.0
 _PREFIXES_MAX = 4096
@@ -44,18 +44,29 @@ class HotPrefixes:
 
     def use(self, chain: Sequence[bytes], hits: Hits, now: float) -> Hot:
         """Count a prompt, and return what is hot of it."""
-        copies, hot = 0, NOT_HOT
-        for level in hits.levels[: -_LEVELS - 1 : -1]:  # the deepest first
-            copies += level.holders.bit_count()
-            uses = self._count(chain[level.num_blocks - 1], now)
-            if hot is NOT_HOT and uses > _USES * copies:
-                hot = Hot(level.num_blocks, 1 - _USES * copies / uses)
-        return hot
-
-    def _count(self, prefix: bytes, now: float) -> float:
-        heat = self._heat.pop(prefix, None)
-        uses = 1.0 if heat is None else 1.0 + heat.uses * 0.5 ** ((now - heat.at) / _HALF_LIFE_S)
-        self._heat[prefix] = _Heat(uses, now)
-        if len(self._heat) > _PREFIXES_MAX:
+        for level in _deepest(hits):
+            prefix = chain[level.num_blocks - 1]
+            uses = 1.0 + self._uses(prefix, now)
+            self._heat[prefix] = _Heat(uses, now)
+            self._heat.move_to_end(prefix)
+        while len(self._heat) > _PREFIXES_MAX:
             self._heat.popitem(last=False)
-        return uses
+        return self.look(chain, hits, now)
+
+    def look(self, chain: Sequence[bytes], hits: Hits, now: float) -> Hot:
+        """Return what is hot of a prompt."""
+        copies = 0
+        for level in _deepest(hits):
+            copies += level.holders.bit_count()
+            uses = self._uses(chain[level.num_blocks - 1], now)
+            if uses > _USES * copies:
+                return Hot(level.num_blocks, 1 - _USES * copies / uses)
+        return NOT_HOT
+
+    def _uses(self, prefix: bytes, now: float) -> float:
+        heat = self._heat.get(prefix)
+        return 0.0 if heat is None else heat.uses * 0.5 ** ((now - heat.at) / _HALF_LIFE_S)
+
+
+def _deepest(hits: Hits) -> Levels:
+    return hits.levels[: -_LEVELS - 1 : -1]

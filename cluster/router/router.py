@@ -5,7 +5,7 @@ The service, the tests and the simulator run the same object.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -13,7 +13,8 @@ from cluster.router.backlog import Prompt
 from cluster.router.estimate import PairEstimate, estimate_pair, harmless
 from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
-from cluster.router.hot_prefixes import HotPrefixes
+from cluster.router.hits import Hits
+from cluster.router.hot_prefixes import Hot, HotPrefixes
 from cluster.router.placement import Placement, PlacementRequest, Reservation, Size
 from cluster.router.policies.cost import Cost
 from cluster.router.policies.policy import Choice, Policy
@@ -71,7 +72,7 @@ class Router:
             WorkerLostError: nobody can decode now; nothing was reserved.
             InvalidRequestError: no worker's pool could ever hold the prompt.
         """
-        question = self._question(request)
+        question = self._question(request, self.hot_prefixes.use)
         choice = self.policy.choose(question, self._rng)
         estimate = _chosen(question, choice)
         if choice.prefill is not None:
@@ -90,7 +91,7 @@ class Router:
             WorkerLostError: as `place`.
             InvalidRequestError: as `place`.
         """
-        question = self._question(request)
+        question = self._question(request, self.hot_prefixes.look)
         return harmless(self._predictor.choose(question, self._rng).considered)
 
     def has_room(self) -> bool:
@@ -227,7 +228,7 @@ class Router:
 
     # Inside.
 
-    def _question(self, request: PlacementRequest) -> Question:
+    def _question(self, request: PlacementRequest, heat: Callable[[Sequence[bytes], Hits, float], Hot]) -> Question:
         decode, prefill = those_with_room(self._decoders(request), self._prefillers(request))
         now = self.now()
         hits = self.index.find(request.hashes)
@@ -241,7 +242,7 @@ class Router:
             prefill=prefill,
             hits=hits,
             deepest=deepest,
-            hot=self.hot_prefixes.use(request.hashes, hits, now),
+            hot=heat(request.hashes, hits, now),
             block_tokens=self._agreed.block_tokens if self._agreed is not None else 1,
             max_output_tokens=request.max_output_tokens,
             ttft_target_s=request.ttft_target_s,

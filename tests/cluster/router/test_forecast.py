@@ -14,7 +14,7 @@ OUTPUT = 100.0
 def estimate(num_sequences: int, ttft_s: float) -> PairEstimate:
     decode = Candidate("d0", num_sequences=num_sequences, used_tokens=100 * num_sequences, model=MODEL)
     tpot_s = MODEL.decode_s(num_sequences + 1, 0)
-    first = PrefillEstimate(ttft_s, 0.0, 0.0, 0.0, 0.0, 0)
+    first = PrefillEstimate(ttft_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
     return PairEstimate(decode, None, first, DecodeEstimate(0.0, tpot_s, OUTPUT * tpot_s, 0.0), 0.0, 1.0, True)
 
 
