@@ -102,15 +102,13 @@ def test_targets_come_before_the_sum() -> None:
     router = cluster("p0", "d0", "d1")
     router.index.replace("d1", chain())
     router.report("d1", WorkerLoad(running_sequences=20, used_blocks=200))
-    relaxed = router.predict(ask())
-    assert (relaxed.prefill is not None, relaxed.meets_targets) == (True, True)
+    assert placed(router, ask())[1] == "p0"
+    pairs = router.explanations.latest(1)[0].considered
+    fastest = min(pairs, key=lambda pair: pair.first.ttft_s)
+    assert (fastest.decode.worker_id, fastest.prefill) == ("d1", None)
 
-    urgent = router.predict(ask(ttft_target_s=relaxed.first.ttft_s / 1.5))
-
-    assert urgent.meets_targets
-    assert urgent.first.ttft_s < relaxed.first.ttft_s / 1.5
-    assert urgent.total_s > relaxed.total_s
-    assert not router.predict(ask(ttft_target_s=1e-6)).meets_targets
+    assert placed(router, ask(ttft_target_s=1.1 * fastest.first.ttft_s)) == ("d1", None)
+    assert placed(router, ask(ttft_target_s=0.5 * fastest.first.ttft_s))[1] == "p0", "nobody can: the least sum"
 
 
 def test_a_slow_worker_gets_less() -> None:
