@@ -2,17 +2,14 @@
 
 # ruff: noqa: N802 - the protocol's names
 
-import logging
 import math
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from baton_pb.v1 import inference_pb2, inference_pb2_grpc
+from cluster.gateway.bugs import bugs_to_errors
 from cluster.gateway.chat import check_chat
 from cluster.gateway.choices import Piece, choices_of, pieces_of
 from cluster.gateway.deadline import deadline
@@ -22,13 +19,11 @@ from cluster.gateway.permissions import may_use
 from cluster.gateway.request import TextPrompt, check_text
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER
-from common.errors import BatonError, InvalidRequestError
-from common.logs import log
+from common.errors import InvalidRequestError
 from common.rich_status import path_in
 from common.status import rpc_errors_to_status
 from common.text import Text
 
-_LOG = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -47,7 +42,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = min(context.time_remaining() or math.inf, self._generator.request_s)
         async with (
             rpc_errors_to_status(context, path_in(request)),
-            _bugs_to_errors(request_id),
+            bugs_to_errors(request_id),
             deadline(timeout_s),
             pieces_of(choices_of(self._generator.generate, [request], request_id, timeout_s)) as pieces,
         ):
@@ -58,7 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: _Context
     ) -> inference_pb2.TokenizeResponse:
         """Return the ids of a text or a chat."""
-        async with rpc_errors_to_status(context, path_in(request)), _bugs_to_errors("tokenize"):
+        async with rpc_errors_to_status(context, path_in(request)), bugs_to_errors("tokenize"):
             limits = self._generator.limits()
             self._generator.check_model(request.model)
             match request.WhichOneof("prompt"):
@@ -78,7 +73,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
         """Return the text of ids, special tokens included."""
-        async with rpc_errors_to_status(context, path_in(request)), _bugs_to_errors("detokenize"):
+        async with rpc_errors_to_status(context, path_in(request)), bugs_to_errors("detokenize"):
             limits = self._generator.limits()
             self._generator.check_model(request.model)
             if request.token_ids and max(request.token_ids) >= limits.vocab_tokens:
@@ -125,16 +120,3 @@ def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
 
 def _piece(piece: CallPiece) -> inference_pb2.ToolCallPiece:
     return inference_pb2.ToolCallPiece(index=piece.index, id=piece.call_id, name=piece.name, arguments=piece.arguments)
-
-
-@asynccontextmanager
-async def _bugs_to_errors(request_id: str) -> AsyncIterator[None]:
-    """Answer INTERNAL for what nobody foresaw; this is the outermost frame of a call."""
-    try:
-        yield
-    except (BatonError, grpc.aio.AbortError, grpc.aio.BaseError):
-        raise
-    except Exception as error:
-        _LOG.exception("a request met a bug")
-        log(_LOG, logging.ERROR, f"internal error: {type(error).__name__}", request_id=request_id)
-        raise BatonError(f"internal error: {type(error).__name__}") from error

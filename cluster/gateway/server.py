@@ -8,6 +8,8 @@ from typing import Self
 
 from grpc_reflection.v1alpha import reflection
 
+from baton_pb.kserve import inference_pb2 as kserve_pb2
+from baton_pb.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from cluster.gateway.admin import AdminService
 from cluster.gateway.counts import Counts
@@ -15,6 +17,7 @@ from cluster.gateway.decode_client import DecodeClients
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.app import HttpFace, Parts
 from cluster.gateway.inference import InferenceService
+from cluster.gateway.kserve.service import KserveService
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.parsing.formats import Formats
 from cluster.gateway.router_client import RouterClient
@@ -32,6 +35,7 @@ from common.tls import TlsFiles
 
 _LOG = logging.getLogger(__name__)
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_KSERVE = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
@@ -76,6 +80,7 @@ class GatewayServer:
         parts = Parts(generator, self._tokenizing, text, self._router, self._metrics, door)
         self._http = HttpFace(config.http, parts)
         self._inference = InferenceService(generator, self._tokenizing, text)
+        self._kserve = KserveService(generator, self._router)
         self._server = make_server(
             door.admit_rpc, config.message_bytes_max, config.metadata_bytes_max, config.calls_max
         )
@@ -128,9 +133,10 @@ class GatewayServer:
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
-        names = [_INFERENCE, _ADMIN, "grpc.health.v1.Health", reflection.SERVICE_NAME]
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._kserve, self._server)
+        names = [_INFERENCE, _KSERVE, _ADMIN, "grpc.health.v1.Health", reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
-        await self._health.set_serving(False, [_INFERENCE])
+        await self._health.set_serving(False, [_INFERENCE, _KSERVE])
         await self._server.start()
         await self._health.set_serving(True, ["", _ADMIN])
         self._router_session = asyncio.create_task(self._router.run(), name="router session")
@@ -140,5 +146,5 @@ class GatewayServer:
         log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, **addresses)
 
     async def _router_changed(self, is_connected: bool) -> None:
-        """Without a router the gateway lives, but its Inference service cannot serve."""
-        await self._health.set_serving(is_connected, [_INFERENCE])
+        """Without a router the gateway lives, but it cannot serve requests."""
+        await self._health.set_serving(is_connected, [_INFERENCE, _KSERVE])

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pydantic
 
-from baton_pb.v1 import inference_pb2, worker_pb2
+from baton_pb.v1 import inference_pb2
 from cluster.gateway.choices import Streams, choices_of
 from cluster.gateway.deadline import deadline
 from cluster.gateway.generate import Generator
@@ -21,6 +21,7 @@ from cluster.gateway.http.openapi import DOCS_PAGE, document
 from cluster.gateway.http.refusals import HttpError, refusal_of
 from cluster.gateway.http.services import DetokenizeRequest, TextService, TokenizeRequest
 from cluster.gateway.metrics import Metrics
+from cluster.gateway.ready import num_ready
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.door import Door
@@ -34,7 +35,6 @@ _LOG = logging.getLogger(__name__)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MODELS = "/v1/models/"
 _RETRY_AFTER_S = 1.0
-_DECODING = (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 Endpoint = Callable[[Exchange], Awaitable[None]]
@@ -196,12 +196,7 @@ class HttpFace:
 
     async def _ready(self, exchange: Exchange) -> None:
         """Say whether a request could be placed now."""
-        status = await self._parts.router.status()
-        able = [worker for worker in status.workers if worker.state == "ready" and worker.role in _DECODING]
-        if not able:
-            known = ", ".join(f"{worker.worker_id} {worker.state}" for worker in status.workers) or "none"
-            raise WorkerLostError(f"no worker is ready to decode; known: {known}", _RETRY_AFTER_S)
-        await exchange.reply_json(200, {"status": "ready", "workers": len(able)})
+        await exchange.reply_json(200, {"status": "ready", "workers": await num_ready(self._parts.router)})
 
     async def _metrics(self, exchange: Exchange) -> None:
         assert self._hosting is not None

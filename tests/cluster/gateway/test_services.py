@@ -107,7 +107,7 @@ def test_health_follows_the_router_for_inference_alone(model_dir: Path) -> None:
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         async with fake_cluster(model_dir) as cluster:
             await cluster.ask(request(max_tokens=1))
-            for service in ("", "baton.v1.Inference", "baton.v1.Admin"):
+            for service in ("", "baton.v1.Inference", "baton.v1.Admin", "inference.GRPCInferenceService"):
                 assert await health(cluster, service) == serving
 
             await cluster.router.stop()
