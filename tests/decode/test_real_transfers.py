@@ -12,12 +12,13 @@ import pytest
 
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
-from common.errors import TransferError
+from common.errors import ConfigError, TransferError
 from decode.worker import DecodeWorker
 from engine.rpc_server import RpcServer
 from engine.tiny import make_tiny_model
 from prefill.worker import PrefillWorker
 from tests.decode.serving import Gateway, until_changed
+from tests.integration.asking import Oracle
 
 LEASE_S = 0.6
 PROMPT = [(11 * i) % 250 + 4 for i in range(45)]
@@ -28,10 +29,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module")
+def oracle(model_dir: Path) -> Oracle:
+    return Oracle(model_dir)
+
+
 @asynccontextmanager
-async def workers(model_dir: Path) -> AsyncIterator[tuple[PrefillWorker, DecodeWorker]]:
+async def workers(model_dir: Path, **settings: Any) -> AsyncIterator[tuple[PrefillWorker, DecodeWorker]]:
     engine = EngineConfig(backend="reference", weights="fp32", kv_dtype="float32", block_tokens=8, pool_blocks=32)
-    transfer = TransferConfig(transport="shm", lease_s=LEASE_S)
+    transfer = TransferConfig.model_validate({"transport": "shm", "lease_s": LEASE_S, **settings})
     prefill = await PrefillWorker.start(
         "prefill-0", "127.0.0.1", model_dir, "tiny", engine, PrefillConfig(token_budget=16), transfer, 0.5
     )
@@ -62,6 +68,37 @@ def test_remote_and_local_prefill_give_the_same_tokens_cold_and_warm(model_dir: 
             assert remote.finished.transport == "shm"
             assert again.finished is not None
             assert again.finished.cached_tokens == 40
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless", "int8", "fp8"])
+@pytest.mark.parametrize("transport", ["ucx", "tcp"])
+def test_sealed_and_coded_blocks_give_the_same_tokens_where_nothing_is_lost(
+    model_dir: Path, oracle: Oracle, transport: str, codec: str
+) -> None:
+    async def main() -> None:
+        settings = {"transport": transport, "codec": codec, "sealed": True, "codec_kl_max": 100.0, "lease_s": 10.0}
+        async with workers(model_dir, **settings) as (prefill, decode), Gateway(decode.address) as gateway:
+            options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+            remote = await gateway.ask("remote", PROMPT, prefill, **options)
+            expected = oracle.generate(PROMPT, 20)
+
+            assert remote.finished is not None
+            assert remote.finished.transport == transport
+            assert len(remote.tokens) == 20
+            assert remote.tokens[0] == expected[0]  # the prefill worker's own
+            if codec in ("raw", "lossless"):
+                assert remote.tokens == expected
+
+    asyncio.run(main())
+
+
+def test_a_codec_beyond_the_bound_keeps_a_worker_from_starting(model_dir: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"codec fp8 changes .* transfer.codec_kl_max=1e-09"):
+            async with workers(model_dir, codec="fp8", codec_kl_max=1e-9):
+                pass
 
     asyncio.run(main())
 

@@ -1,10 +1,9 @@
 """A transport inside one process that damages, shortens, or loses messages on demand: real halves, no wire."""
 
 import asyncio
-import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,18 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from baton_pb.v1 import transfer_pb2
+from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.config import TransferConfig
 from common.errors import TransferError
 from kvtransfer.activity import Stop
 from kvtransfer.counters import TransferCounters
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+from kvtransfer.landing import BlockLanding
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import Memory, OwnPool
 from kvtransfer.outbound import Greeter, OutboundPeer
 from kvtransfer.pieces import Runs
+from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
+from kvtransfer.store import BlockStore
 from kvtransfer.transports.base import Greeting, LinkOwner
 from kvtransfer.wire import PROTOCOL
 
@@ -163,37 +165,89 @@ class FaultyDoor:
         return Greeting(FaultyInbound(self._wire, self._memory), b"", is_up=True)
 
 
+class FaultyNetwork:
+    """Joins the faulty endpoints of one test: a wire into each of them."""
+
+    def __init__(self) -> None:
+        self.wires: dict[str, Wire] = {}
+        self.paths: dict[str, str] = {}
+
+
 @dataclass(slots=True)
 class FaultyDialer:
     """Implements `Dialer`."""
 
-    path: str
-    wire: Wire
+    network: FaultyNetwork
 
     async def dial(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        await asyncio.get_running_loop().sock_connect(sock, self.path)
+        await asyncio.get_running_loop().sock_connect(sock, self.network.paths[address.worker_id])
         peer = OutboundPeer(address, greeter, sock, NAME)
         await peer.greet()
-        peer.start(FaultyOutbound(self.wire, greeter.pool.memory))
+        peer.start(FaultyOutbound(self.network.wires[address.worker_id], greeter.pool.memory))
         return peer
+
+
+class FaultyEndpoint:
+    """Implements `Endpoint` by the real halves."""
+
+    def __init__(self, network: FaultyNetwork, worker_id: str, store: BlockStore, config: TransferConfig) -> None:
+        self._threads = ThreadPoolExecutor(2)
+        pool = OwnPool(Memory(store.buffer), store.layout, store.num_blocks, self._threads)
+        hello = transfer_pb2.Hello(
+            protocol=PROTOCOL,
+            worker_id=worker_id,
+            generation=1,
+            layout=store.layout.to_pb(),
+            num_blocks=store.num_blocks,
+        )
+        self.address = transfer_pb2.TransferAddress(worker_id=worker_id, generation=1)
+        self.counters = TransferCounters()
+        self.wire = network.wires[worker_id] = Wire()
+        self.receiver = Receiver(hello, pool, config, self.counters)
+        door = FaultyDoor(self.wire, pool.memory)
+        network.paths[worker_id] = door.path
+        self.receiver.listen(door)
+        greeter = Greeter(pool, hello, TransferCounters(), config.inflight_bytes_max)
+        self.sender = Sender(greeter, FaultyDialer(network), config.connect_timeout_s)
+
+    @property
+    def num_active(self) -> int:
+        return self.receiver.num_active + self.sender.num_active
+
+    def grant(self, block_ids: Sequence[int], first_block: int) -> BlockLanding:
+        return self.receiver.grant(self.address, block_ids, first_block)
+
+    async def open_push(self, ticket: transfer_pb2.Ticket) -> BlockPush:
+        return await self.sender.open_push(ticket)
+
+    def stats(self) -> list[worker_pb2.TransferStats]:
+        return self.counters.snapshot()
+
+    async def close(self) -> None:
+        self.wire.cut()
+        await self.sender.close()
+        await self.receiver.close()
+        self._threads.shutdown()
+        assert self.num_active == 0
 
 
 @dataclass(slots=True)
 class FaultyPair:
-    """The two halves, their pools, and what is between them."""
+    """A sender and a receiver, their pools, and the wire between them."""
 
-    sender: Sender
-    receiver: Receiver
+    sender: FaultyEndpoint
+    receiver: FaultyEndpoint
     source: FakeBlockStore
     target: FakeBlockStore
-    wire: Wire
-    address: transfer_pb2.TransferAddress
-    counters: TransferCounters
+
+    @property
+    def wire(self) -> Wire:
+        return self.receiver.wire
 
     @property
     def num_refusals(self) -> int:
-        return sum(entry.refusals for entry in self.counters.snapshot())
+        return sum(entry.refusals for entry in self.receiver.stats())
 
 
 @asynccontextmanager
@@ -206,29 +260,15 @@ async def faulty_pair(
     rng = np.random.default_rng(1)
     for block in range(num_blocks):
         source.write(block, rng.normal(size=layout.block_bytes // 4).astype(np.float32).tobytes())
-    wire, counters = Wire(), TransferCounters()
-    with ThreadPoolExecutor(2) as threads:
-        pools = [OwnPool(Memory(store.buffer), layout, num_blocks, threads) for store in (source, target)]
-        hellos = [
-            transfer_pb2.Hello(
-                protocol=PROTOCOL, worker_id=name, generation=1, layout=layout.to_pb(), num_blocks=num_blocks
-            )
-            for name in ("sender", "receiver")
-        ]
-        receiver = Receiver(hellos[1], pools[1], config, counters)
-        door = FaultyDoor(wire, pools[1].memory)
-        receiver.listen(door)
-        greeter = Greeter(pools[0], hellos[0], TransferCounters(), config.inflight_bytes_max)
-        sender = Sender(greeter, FaultyDialer(door.path, wire), config.connect_timeout_s)
-        address = transfer_pb2.TransferAddress(worker_id="receiver", generation=1)
-        try:
-            yield FaultyPair(sender, receiver, source, target, wire, address, counters)
-        finally:
-            with contextlib.ExitStack() as stack:
-                stack.callback(wire.cut)
-                await sender.close()
-                await receiver.close()
-        assert sender.num_active == receiver.num_active == 0
+    network = FaultyNetwork()
+    receiver = FaultyEndpoint(network, "receiver", target, config)
+    sender = FaultyEndpoint(network, "sender", source, config)
+    try:
+        yield FaultyPair(sender, receiver, source, target)
+    finally:
+        receiver.wire.cut()
+        await sender.close()
+        await receiver.close()
 
 
 def _done() -> asyncio.Future[None]:

@@ -41,9 +41,9 @@ def floats(store: FakeBlockStore, block: int) -> np.ndarray:
     return np.frombuffer(store.block(block), dtype=np.float32)
 
 
-async def push_all(pair: Any, endpoint: bool = False) -> None:
+async def push_all(pair: Any) -> None:
     """Send four blocks in two groups of layers."""
-    landing = pair.receiver.grant(TARGETS, 0) if endpoint else pair.receiver.grant(pair.address, TARGETS, 0)
+    landing = pair.receiver.grant(TARGETS, 0)
     push = await pair.sender.open_push(landing.ticket)
     try:
         for layers in GROUPS:
@@ -85,7 +85,7 @@ def test_codecs_and_seals_work_over_every_transport(make_real_pair: Any, mode: d
             rng = np.random.default_rng(1)
             for block in range(16):
                 pair.source.write(block, rng.normal(size=SMALL_LAYOUT.block_bytes // 4).astype(np.float32).tobytes())
-            await push_all(pair, endpoint=True)
+            await push_all(pair)
             assert has_landed(pair, mode["codec"])
 
     run(test)
@@ -207,7 +207,7 @@ def test_a_codec_that_a_ticket_does_not_allow_is_refused() -> None:
     async def test() -> None:
         async with faulty_pair(codec="lossless") as pair:
             for claimed in ("int8", "fp8"):
-                landing = pair.receiver.grant(pair.address, TARGETS, 0)
+                landing = pair.receiver.grant(TARGETS, 0)
                 forged = type(landing.ticket)()
                 forged.CopyFrom(landing.ticket)
                 forged.codec = claimed
@@ -225,7 +225,7 @@ def test_a_codec_that_a_ticket_does_not_allow_is_refused() -> None:
 def test_a_sender_that_forgets_the_seal_is_refused() -> None:
     async def test() -> None:
         async with faulty_pair(sealed=True) as pair:
-            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            landing = pair.receiver.grant(TARGETS, 0)
             forged = type(landing.ticket)()
             forged.CopyFrom(landing.ticket)
             forged.sealed = False
@@ -247,7 +247,7 @@ def test_a_sender_that_forgets_the_seal_is_refused() -> None:
 def test_coded_transfers_may_be_aborted_at_any_moment(by_sender: bool, yields: int) -> None:
     async def test() -> None:
         async with faulty_pair(codec="int8") as pair:
-            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            landing = pair.receiver.grant(TARGETS, 0)
             push = await pair.sender.open_push(landing.ticket)
             for layers in GROUPS:
                 push.announce(0, SOURCES, layers)
@@ -259,7 +259,7 @@ def test_coded_transfers_may_be_aborted_at_any_moment(by_sender: bool, yields: i
                 for block in TARGETS:
                     pair.target.write(block, b"\xee" * SMALL_LAYOUT.block_bytes)
             await second.abort("enough")
-            landing = pair.receiver.grant(pair.address, [7], 0)
+            landing = pair.receiver.grant([7], 0)
             push = await pair.sender.open_push(landing.ticket)
             push.announce(0, [7])
             await asyncio.gather(push.finish(), landing.landed())
@@ -281,12 +281,12 @@ def test_windows_bound_what_senders_have_under_way() -> None:
                     two.set()
 
             pair.wire.damage = hold
-            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            landing = pair.receiver.grant(TARGETS, 0)
             push = await pair.sender.open_push(landing.ticket)
             for index, block in enumerate(SOURCES):
                 push.announce(index, [block])
             await two.wait()
-            other = pair.receiver.grant(pair.address, [7], 0)
+            other = pair.receiver.grant([7], 0)
             other_push = await pair.sender.open_push(other.ticket)  # a round trip later
             other_push.announce(0, [7])
             assert len(held) == 2
@@ -302,12 +302,12 @@ def test_a_transfer_that_was_vouched_for_lands_when_its_last_message_comes(mode:
     async def test() -> None:
         async with faulty_pair(**mode) as pair:
             pair.wire.is_held = True
-            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            landing = pair.receiver.grant(TARGETS, 0)
             push = await pair.sender.open_push(landing.ticket)
             push.announce(0, SOURCES)
             finishing = asyncio.create_task(push.finish())
             arriving = asyncio.create_task(landing.landed())
-            other = pair.receiver.grant(pair.address, [], 0)
+            other = pair.receiver.grant([], 0)
             other_push = await pair.sender.open_push(other.ticket)  # a round trip
             await asyncio.gather(other_push.finish(), other.landed())  # Complete of the first went before
             assert not finishing.done()
@@ -325,11 +325,11 @@ def test_a_transfer_that_was_vouched_for_and_never_comes_fails() -> None:
     async def test() -> None:
         async with faulty_pair() as pair:
             pair.wire.is_held = True
-            landing = pair.receiver.grant(pair.address, TARGETS, 0)
+            landing = pair.receiver.grant(TARGETS, 0)
             push = await pair.sender.open_push(landing.ticket)
             push.announce(0, SOURCES)
             finishing = asyncio.create_task(push.finish())
-            other = pair.receiver.grant(pair.address, [], 0)
+            other = pair.receiver.grant([], 0)
             other_push = await pair.sender.open_push(other.ticket)
             await asyncio.gather(other_push.finish(), other.landed())
 

@@ -151,17 +151,30 @@ def test_a_forced_transport_that_does_not_fit_is_an_error() -> None:
     asyncio.run(test())
 
 
-def test_another_layout_in_the_peers_pool_is_a_mismatch(make_real_pair: MakePair) -> None:
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ({"num_kv_heads": 4}, "num_kv_heads is 4 here and 2 there"),
+        ({"block_tokens": 32}, "block_tokens is 32 here and 4 there"),
+        ({"dtype": "bfloat16", "head_dim": 16}, "dtype is 'bfloat16' here and 'float32' there"),
+        ({"dtype": "int8"}, "dtype is 'int8' here and 'float32' there"),
+        ({"num_layers": 2, "model_id": "m"}, "model_id is 'm' here and 'fake' there; num_layers is 2 here and 3 there"),
+    ],
+    ids=["heads", "block size", "dtype of equal bytes", "dtype", "model"],
+)
+def test_another_layout_in_the_peers_pool_is_a_mismatch(
+    make_real_pair: MakePair, difference: dict[str, Any], words: str
+) -> None:
     """The ticket may say what it likes: the handshake compares the pools themselves."""
 
     async def test() -> None:
         async with asyncio.timeout(20), make_real_pair() as pair:
-            other = SMALL_LAYOUT._replace(num_kv_heads=4)
+            other = SMALL_LAYOUT._replace(**difference)
             config = TransferConfig(transport="auto")
             stranger = await TransferEndpoint.start("stranger", "127.0.0.1", FakeBlockStore(4, other), config)
             ticket = make_ticket(pair.receiver.address, [1], 0, other, lease_s=5.0, checksum=True)
 
-            with pytest.raises(MismatchError, match="num_kv_heads is 4 here and 2 there"):
+            with pytest.raises(MismatchError, match=words):
                 await stranger.open_push(ticket)
             await stranger.close()
             await transfer(pair, [1], [2])
