@@ -11,6 +11,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 Transport = Literal["auto", "shm", "ucx", "tcp"]
 
@@ -172,6 +173,26 @@ class RouterConfig(Node):
     """Nobody waits longer; who would have to is refused at once, with the time after which to try again."""
 
 
+class PricesConfig(Node):
+    """What clients are told that their requests cost. All 0: nothing is said."""
+
+    currency: Annotated[str, Field(min_length=1, max_length=16)] = "USD"
+    """What the prices are in."""
+    prompt_tokens: Price = 0.0
+    """Of a million prompt tokens that were computed."""
+    cached_tokens: Price = 0.0
+    """Of a million prompt tokens that were found in a cache."""
+    output_tokens: Price = 0.0
+    """Of a million output tokens."""
+    device_hours: Price = 0.0
+    """Of an hour of a worker's device; a request has its share of each step."""
+
+    @property
+    def are_set(self) -> bool:
+        """Whether anything costs anything."""
+        return any((self.prompt_tokens, self.cached_tokens, self.output_tokens, self.device_hours))
+
+
 class HttpConfig(Node):
     """Limits of the OpenAI API. Where it listens is the gateway's host and http_port."""
 
@@ -276,6 +297,8 @@ class GatewayConfig(Node):
     """Whether answers may begin with `<think>...</think>`, which is told apart; `auto`: by the chat template."""
     request: RequestLimitsConfig = RequestLimitsConfig()
     """What one request may hold."""
+    prices: PricesConfig = PricesConfig()
+    """What requests cost."""
     http: HttpConfig = HttpConfig()
     """Limits of the OpenAI API."""
 

@@ -49,6 +49,15 @@ TENANT_CACHED_TOKENS = Metric(
 TENANT_OUTPUT_TOKENS = Metric(
     "baton_tenant_output_tokens_total", "counter", "Tokens handed to a tenant's clients.", ("tenant",)
 )
+TENANT_DEVICE_SECONDS = Metric(
+    "baton_tenant_device_seconds_total",
+    "counter",
+    "Share of a tenant's finished requests in the seconds that devices computed.",
+    ("tenant", "phase"),
+)
+TENANT_COST = Metric(
+    "baton_tenant_cost_total", "counter", "Cost of a tenant's finished requests.", ("tenant", "currency")
+)
 TENANT_REFUSALS = Metric(
     "baton_tenant_refusals_total", "counter", "Calls refused by a rule of the tenant's own.", ("tenant", "rule")
 )
@@ -96,7 +105,7 @@ def _lines(sample: Sample) -> list[str]:
     labels = dict(zip(sample.metric.labels, sample.labels, strict=True))
     if not isinstance(value, Histogram):
         return [
-            f"{name}{_braces(labels)} {value:g}" if isinstance(value, float) else f"{name}{_braces(labels)} {value}"
+            f"{name}{_braces(labels)} {value!r}" if isinstance(value, float) else f"{name}{_braces(labels)} {value}"
         ]
     lines, below = [], 0
     for bound, count in zip([*(f"{bound:g}" for bound in sample.metric.buckets), "+Inf"], value.counts, strict=True):

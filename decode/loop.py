@@ -175,6 +175,7 @@ class DecodeLoop:
             raise BatonError(f"the prefill worker sent token {token.token_id} of {self._engine.vocab_tokens}")
         stream.cached_tokens = first_token.cached_tokens
         stream.prefill_s = first_token.prefill_s
+        stream.prefill_device_s = first_token.device_s
         stream.sequence.append(token.token_id, self._engine.layout.block_tokens)
         work = self._landings.pop(stream)
         self._take_token(stream, token)

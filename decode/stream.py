@@ -60,6 +60,8 @@ class TokenStream:
     joined_s: float | None = None
     second_token_s: float | None = None
     prefill_s: float = 0.0
+    prefill_device_s: float = 0.0
+    """The prefill worker's share; this worker's is the sequence's."""
     transfer_exposed_s: float = 0.0
     transport: str = "local"
 
@@ -77,6 +79,8 @@ class TokenStream:
             reason=reason,
             cached_tokens=self.cached_tokens or 0,
             prefill_s=self.prefill_s,
+            prefill_device_s=self.prefill_device_s + self.sequence.prefill_device_s,
+            decode_device_s=self.sequence.decode_device_s,
             transfer_exposed_s=self.transfer_exposed_s,
             first_decode_s=first_decode_s,
             transport=self.transport,

@@ -46,6 +46,9 @@ class Sequence:
     """Leading tokens whose KV is in the pool."""
     num_cached: int = 0
     """Leading prompt tokens that were found in the prefix cache."""
+    prefill_device_s: float = 0.0
+    """Its share of the steps' seconds: of those that computed prompts, and of those that decoded."""
+    decode_device_s: float = 0.0
     cache_salt: bytes = b""
     matcher: TokenMatcher | None = None
     """Of its constraint, once that is compiled."""

@@ -159,7 +159,9 @@ class StepRunner:
                 began, amounts = loop.time(), self.count.begin(batch)
                 outputs = await loop.run_in_executor(self._thread, self._engine.step, batch, self._watch(loop, batch))
                 self._in_step = set()
-                self.count.end(amounts, loop.time() - began)
+                seconds = loop.time() - began
+                self.count.end(amounts, seconds)
+                _charge(batch, seconds)
                 self._owner.apply(batch, outputs)
                 self._let_go()
         except Exception as error:  # the loop's outermost frame: whatever it is, the worker is done
@@ -195,3 +197,13 @@ class StepRunner:
         self._outcome.set_exception(error)
         self._owner.crashed(error)
         self.wake()
+
+
+def _charge(batch: Seq[ScheduledChunk], seconds: float) -> None:
+    """Share a step's seconds among its sequences, by their tokens in it."""
+    each = seconds / sum(chunk.num_tokens for chunk in batch)
+    for sequence, num_tokens in batch:
+        if num_tokens == 1 and sequence.num_computed >= sequence.num_prompt_tokens:
+            sequence.decode_device_s += each
+        else:
+            sequence.prefill_device_s += each * num_tokens

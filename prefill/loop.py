@@ -42,6 +42,8 @@ class Prefilled(NamedTuple):
     num_cached: int
     queue_s: float
     prefill_s: float
+    device_s: float
+    """This prompt's share of the steps."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -274,7 +276,13 @@ class PrefillLoop:
         now = self._clock.now()
         self._counters["prompts_prefilled_total"] += 1
         job.prefilled.set_result(
-            Prefilled(output, job.sequence.num_cached, job.started_s - job.arrived_s, now - job.started_s)
+            Prefilled(
+                output,
+                job.sequence.num_cached,
+                job.started_s - job.arrived_s,
+                now - job.started_s,
+                job.sequence.prefill_device_s,
+            )
         )
 
     def _changed(self) -> None:

@@ -104,4 +104,5 @@ def _first_token_pb(prefilled: Prefilled) -> worker_pb2.FirstToken:
         cached_tokens=prefilled.num_cached,
         queue_s=prefilled.queue_s,
         prefill_s=prefilled.prefill_s,
+        device_s=prefilled.device_s,
     )

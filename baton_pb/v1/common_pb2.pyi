@@ -371,12 +371,24 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_DEVICE_S_FIELD_NUMBER: _builtins.int
+    DECODE_DEVICE_S_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    CURRENCY_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was reused instead of computed."""
     reasoning_tokens: _builtins.int
     """Output tokens of the thinking before the answer."""
+    prefill_device_s: _builtins.float
+    """The request's share of the seconds that devices computed, up to its first token and after it. A step's seconds are
+    shared by the tokens in it. Attempts that failed are not in it.
+    """
+    decode_device_s: _builtins.float
+    cost: _builtins.float
+    """What it costs, where prices are configured."""
+    currency: _builtins.str
     def __init__(
         self,
         *,
@@ -384,12 +396,18 @@ class Usage(_message.Message):
         output_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
+        prefill_device_s: _builtins.float = ...,
+        decode_device_s: _builtins.float = ...,
+        cost: _builtins.float | None = ...,
+        currency: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cached_tokens", b"cached_tokens", "cost", b"cost", "currency", b"currency", "decode_device_s", b"decode_device_s", "output_tokens", b"output_tokens", "prefill_device_s", b"prefill_device_s", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
+    _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cost) -> _WhichOneofReturnType__cost | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 

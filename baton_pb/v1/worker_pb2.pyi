@@ -781,12 +781,17 @@ class SequenceFinished(_message.Message):
     TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
     FIRST_DECODE_S_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    PREFILL_DEVICE_S_FIELD_NUMBER: _builtins.int
+    DECODE_DEVICE_S_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     cached_tokens: _builtins.int
     prefill_s: _builtins.float
     transfer_exposed_s: _builtins.float
     first_decode_s: _builtins.float
     transport: _builtins.str
+    prefill_device_s: _builtins.float
+    """See Usage."""
+    decode_device_s: _builtins.float
     def __init__(
         self,
         *,
@@ -796,10 +801,12 @@ class SequenceFinished(_message.Message):
         transfer_exposed_s: _builtins.float = ...,
         first_decode_s: _builtins.float = ...,
         transport: _builtins.str = ...,
+        prefill_device_s: _builtins.float = ...,
+        decode_device_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "first_decode_s", b"first_decode_s", "prefill_s", b"prefill_s", "reason", b"reason", "transfer_exposed_s", b"transfer_exposed_s", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_device_s", b"decode_device_s", "first_decode_s", b"first_decode_s", "prefill_device_s", b"prefill_device_s", "prefill_s", b"prefill_s", "reason", b"reason", "transfer_exposed_s", b"transfer_exposed_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,12 +896,15 @@ class FirstToken(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    DEVICE_S_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens found in this worker's prefix cache."""
     queue_s: _builtins.float
     """Arrived -> first chunk started."""
     prefill_s: _builtins.float
     """First chunk started -> sampled."""
+    device_s: _builtins.float
+    """See Usage."""
     @_builtins.property
     def token(self) -> _common_pb2.SampledToken: ...
     def __init__(
@@ -904,10 +914,11 @@ class FirstToken(_message.Message):
         cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        device_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_s", b"device_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

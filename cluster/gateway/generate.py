@@ -10,6 +10,7 @@ from random import Random
 from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
 from cluster.gateway.chat import ChatPrompt
 from cluster.gateway.constraints import Constraints
+from cluster.gateway.cost import add_cost
 from cluster.gateway.counts import Counts
 from cluster.gateway.decode_client import DecodeClients, Outputs, SequenceStream, UnreadError
 from cluster.gateway.failures import Failures
@@ -116,6 +117,7 @@ class Generator:
                     metrics.took(delta)
                     use.took(len(delta.token_ids))
                     if delta.finished is not None:
+                        add_cost(delta.finished.usage, self._config.prices)
                         use.finished(delta.finished.usage)
                     yield delta
 

@@ -72,12 +72,22 @@ def _tenant_samples(uses: Sequence[TenantUse]) -> list[Sample]:
         telemetry.TENANT_OUTPUT_TOKENS: lambda use: use.output_tokens,
     }
     samples = [Sample(metric, value(use), (use.name,)) for metric, value in counted.items() for use in uses]
+    seconds = [
+        Sample(telemetry.TENANT_DEVICE_SECONDS, float(value), (use.name, phase))
+        for use in uses
+        for phase, value in (("prefill", use.prefill_device_s), ("decode", use.decode_device_s))
+    ]
+    costs = [
+        Sample(telemetry.TENANT_COST, float(cost), (use.name, currency))
+        for use in uses
+        for currency, cost in sorted(use.cost.items())
+    ]
     refusals = [
         Sample(telemetry.TENANT_REFUSALS, number, (use.name, rule))
         for use in uses
         for rule, number in sorted(use.refusals.items())
     ]
-    return [*samples, *refusals]
+    return [*samples, *seconds, *costs, *refusals]
 
 
 class StreamMetrics:

@@ -124,6 +124,8 @@ class Progress:
                 # A sequence that moved may have found its own output cached.
                 cached_tokens=min(summary.cached_tokens, len(self.prompt)),
                 reasoning_tokens=self._num_reasoning_tokens,
+                prefill_device_s=summary.prefill_device_s,
+                decode_device_s=summary.decode_device_s,
             ),
             timing=self._timing(summary),
             placement=common_pb2.Placement(

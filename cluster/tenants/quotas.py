@@ -62,6 +62,10 @@ class TenantUse:
         self.cached_tokens = 0
         self.output_tokens = 0
         """Handed out, also by requests that did not finish."""
+        self.prefill_device_s = 0.0
+        self.decode_device_s = 0.0
+        self.cost: dict[str, float] = {}
+        """Of finished requests, by currency."""
         self.refusals: Counter[str] = Counter()
         """By the rule that was met."""
         self.tokens = Bucket()
@@ -162,6 +166,11 @@ class RequestUse:
         """Add what the whole request used, but for its output tokens, which were counted as they came."""
         self._tenant.prompt_tokens += usage.prompt_tokens
         self._tenant.cached_tokens += usage.cached_tokens
+        self._tenant.prefill_device_s += usage.prefill_device_s
+        self._tenant.decode_device_s += usage.decode_device_s
+        if usage.HasField("cost"):
+            cost = self._tenant.cost
+            cost[usage.currency] = cost.get(usage.currency, 0.0) + usage.cost
 
     def give_back(self) -> None:
         """Give the prompt's charge back, if no token came: it was the cluster that failed."""

@@ -640,3 +640,25 @@ def test_an_address_that_is_none_is_the_callers_mistake() -> None:
                     assert "prefill.address" in answer.error.message
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+def test_the_seconds_of_all_steps_are_shared_out_to_the_sequences_in_them(is_remote: bool) -> None:
+    async def main() -> None:
+        async with serving() as bench:
+            workers = [await bench.decode(step_s=0.001)]
+            prefill = await bench.prefill() if is_remote else None
+            async with Gateway(workers[0].address) as gateway:
+                names = [f"r{number}" for number in range(6)]
+                for number, name in enumerate(names):
+                    await gateway.start(name, prompt_of(5 + 3 * number, number), prefill, max_tokens=4 + number)
+                answers = await gateway.over(*names)
+
+            found = [answer.finished for answer in answers if answer.finished is not None]
+            assert len(found) == len(names)
+            runners = [workers[0].loop.runner, *([prefill.loop.runner] if prefill is not None else [])]
+            computed_s = sum(runner.count.to_pb().seconds for runner in runners)
+            assert sum(one.prefill_device_s + one.decode_device_s for one in found) == pytest.approx(computed_s)
+            assert all(one.prefill_device_s > 0 and one.decode_device_s > 0 for one in found)
+
+    asyncio.run(main())

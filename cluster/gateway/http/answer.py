@@ -1,7 +1,7 @@
 """An answer to a chat or a completion, in one piece or as a stream. What the two do differently is their `Form`."""
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -168,7 +168,23 @@ class Answer:
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": sum(map(_reasoning, self._choices))},
+            **costs_of([choice.finished.usage for choice in self._choices if choice.finished is not None]),
         }
+
+
+def costs_of(usages: Sequence[common_pb2.Usage]) -> Json:
+    """Return what finished choices used of devices, in seconds, and their cost where there are prices."""
+    if not usages:
+        return {}
+    seconds = {
+        "prefill": sum(usage.prefill_device_s for usage in usages),
+        "decode": sum(usage.decode_device_s for usage in usages),
+    }
+    costs = [usage for usage in usages if usage.HasField("cost")]
+    if not costs:
+        return {"device_seconds": seconds}
+    cost = {"amount": sum(usage.cost for usage in costs), "currency": costs[0].currency}
+    return {"device_seconds": seconds, "cost": cost}
 
 
 def timing_of(finished: inference_pb2.Finished) -> Json:
