@@ -1,36 +1,17 @@
 """The whole config tree. config_file.py reads it, once; each component gets its own node and never the root."""
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from common.config_doors import GatewayConfig, SecurityConfig
+from common.config_node import Count, Node, Positive, Seconds
 
 Transport = Literal["auto", "shm", "ucx", "tcp"]
 
 DEMO_MODEL = "smollm2-135m-instruct"
-
-
-class Node(BaseModel):
-    """Base of all nodes: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name: it may mean anything
 
 
 class ModelConfig(Node):
@@ -173,145 +154,6 @@ class RouterConfig(Node):
     """Nobody waits longer; who would have to is refused at once, with the time after which to try again."""
 
 
-class PricesConfig(Node):
-    """What clients are told that their requests cost. All 0: nothing is said."""
-
-    currency: Annotated[str, Field(min_length=1, max_length=16)] = "USD"
-    """What the prices are in."""
-    prompt_tokens: Price = 0.0
-    """Of a million prompt tokens that were computed."""
-    cached_tokens: Price = 0.0
-    """Of a million prompt tokens that were found in a cache."""
-    output_tokens: Price = 0.0
-    """Of a million output tokens."""
-    device_hours: Price = 0.0
-    """Of an hour of a worker's device; a request has its share of each step."""
-
-    @property
-    def are_set(self) -> bool:
-        """Whether anything costs anything."""
-        return any((self.prompt_tokens, self.cached_tokens, self.output_tokens, self.device_hours))
-
-
-class HttpConfig(Node):
-    """Limits of the OpenAI API. Where it listens is the gateway's host and http_port."""
-
-    body_bytes_max: Positive = 32 * 1024 * 1024
-    """Largest body of a request; a larger one is answered with 413."""
-    head_bytes_max: Positive = 64 * 1024
-    """Largest request line and headers together."""
-    arrival_s: Seconds = 30.0
-    """How long a client may take to send a request's head, and its body after that."""
-    keepalive_s: Seconds = 10.0
-    """A stream that has had nothing to send for so long gets a comment, so that proxies do not cut it."""
-    unread_s: Seconds = 30.0
-    """A client that takes no bytes for so long is cut off and its request ended."""
-    idle_s: Seconds = 75.0
-    """How long a connection may stay open between two requests."""
-    connections_max: Positive = 16_384
-    """Most connections; beyond it a request is answered with 503."""
-    choices_max: Positive = 128
-    """Most choices of one request: its prompts times n."""
-
-
-class TlsConfig(Node):
-    """A certificate, and whom it trusts. The files are read again when they have changed."""
-
-    cert_file: Path | None = None
-    """PEM: the certificate, then those of the authorities between it and the root. None: nothing is encrypted."""
-    key_file: Path | None = None
-    """PEM: its private key."""
-    ca_file: Path | None = None
-    """PEM: authorities, one of which must have certified the other side; None: clients need no certificate."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether connections are encrypted."""
-        return self.cert_file is not None
-
-    @pydantic.model_validator(mode="after")
-    def _is_whole(self) -> "TlsConfig":
-        if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("cert_file and key_file go together")
-        if self.cert_file is None and self.ca_file is not None:
-            raise ValueError("ca_file is of no use without cert_file and key_file")
-        return self
-
-
-class RequestLimitsConfig(Node):
-    """What one request may hold, by whichever API it comes. One that holds more is refused, with both numbers."""
-
-    messages_max: Annotated[int, Field(gt=0, le=4096)] = 4096
-    """Messages of a chat."""
-    stop_strings_max: Annotated[int, Field(gt=0, le=16)] = 16
-    """Stop strings."""
-    logit_bias_max: Annotated[int, Field(gt=0, le=1024)] = 1024
-    """Entries of logit_bias."""
-    tools_max: Annotated[int, Field(gt=0, le=1024)] = 128
-    """Tools that a chat may offer."""
-    schema_bytes_max: Positive = 64 * 1024
-    """A JSON schema, regular expression or grammar, of the answer or of one tool's parameters; as UTF-8."""
-    schema_depth_max: Annotated[int, Field(gt=0, le=256)] = 32
-    """How deep a JSON schema's objects and lists may be nested."""
-
-
-class GatewayConfig(Node):
-    """The clients' door."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    grpc_port: Port = 50051
-    """Port of the gRPC API; 0: any free one."""
-    http_port: Port = 8000
-    """Port of the OpenAI API; 0: any free one."""
-    running_max: Positive = 4096
-    """Most requests at once, those that wait at the router included: what the gateway's memory bears. More than
-    router.queue_max, so that it is the router that decides who is refused."""
-    message_bytes_max: Positive = 64 * 1024 * 1024
-    """Largest gRPC message."""
-    prompt_tokens_max: Positive | None = None
-    """Longest prompt; None: the context window alone limits it."""
-    tls: TlsConfig = TlsConfig()
-    """Encrypts both APIs. With `ca_file`, clients need a certificate."""
-    keys_file: Path | None = None
-    """API keys and tenants (`baton key new` makes it); read again when it changes. None: nobody is asked for a key."""
-    allow_anonymous: bool = False
-    """Serve without keys also on an address that others than this machine can reach."""
-    router_wait_s: Seconds = 5.0
-    """How long a request waits for a router that is away, before it is answered with UNAVAILABLE."""
-    retries_max: Count = 2
-    """How often a request is placed anew after its worker failed."""
-    unread_tokens_max: Positive = 4096
-    """Tokens of one request that wait for a client that does not read; beyond it the request is ended."""
-    metadata_bytes_max: Positive = 16 * 1024
-    """Largest headers of a gRPC call, all together."""
-    calls_max: Positive = 16_384
-    """Most gRPC calls at once, of all kinds; beyond it a call is refused with RESOURCE_EXHAUSTED."""
-    request_s: Seconds = 3600.0
-    """Longest life of a request; a client's own deadline may only be shorter."""
-    token_wait_s: Seconds = 600.0
-    """Longest wait for a request's next token, or for its first; then it ends with DEADLINE_EXCEEDED."""
-    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
-    """How the model writes tool calls; `auto`: by its chat template, `hermes` where that tells nothing."""
-    reasoning: Literal["auto", "think", "none"] = "auto"
-    """Whether answers may begin with `<think>...</think>`, which is told apart; `auto`: by the chat template."""
-    request: RequestLimitsConfig = RequestLimitsConfig()
-    """What one request may hold."""
-    prices: PricesConfig = PricesConfig()
-    """What requests cost."""
-    http: HttpConfig = HttpConfig()
-    """Limits of the OpenAI API."""
-
-    @pydantic.model_validator(mode="after")
-    def _is_safe(self) -> "GatewayConfig":
-        if self.keys_file is None and not self.allow_anonymous and not _is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host} can be reached from elsewhere, and no key would be asked for: set gateway.keys_file "
-                "(`baton key new` makes one), or gateway.allow_anonymous=true to serve whoever comes"
-            )
-        return self
-
-
 class SupervisorConfig(Node):
     """Keeping workers alive."""
 
@@ -329,24 +171,6 @@ class SupervisorConfig(Node):
     """Health checks in a row without an answer after which a process is killed and replaced."""
     drain_timeout_s: Seconds = 120.0
     """How long a worker may finish its running requests at an orderly stop."""
-
-
-class SecurityConfig(Node):
-    """How the cluster's processes know each other. What clients show is the gateway's business."""
-
-    tls: TlsConfig = TlsConfig()
-    """Encrypts calls between router, workers and gateways; wants `ca_file`. All may have one certificate."""
-    tls_name: str = "baton.internal"
-    """The name (DNS) that the certificates of these processes are for; their hosts' names do not matter."""
-    secret_file: Path | None = None
-    """Holds the secret that calls between router, workers and gateways carry; None: `baton serve` makes one for its
-    life and hands it to the processes that it starts."""
-
-    @pydantic.model_validator(mode="after")
-    def _is_mutual(self) -> "SecurityConfig":
-        if self.tls.is_on and self.tls.ca_file is None:
-            raise ValueError("tls.ca_file is missing: the cluster's processes must know each other's authority")
-        return self
 
 
 class RayConfig(Node):

@@ -14,7 +14,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from common.config import SecurityConfig, TlsConfig
+from common.config_doors import SecurityConfig, TlsConfig
 from common.errors import ConfigError, UnauthenticatedError
 from common.tls import TlsFiles
 

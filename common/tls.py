@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from common.config import TlsConfig
+from common.config_doors import TlsConfig
 from common.errors import ConfigError
 from common.logs import log
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.config import Node, Positive
+from common.config_node import Node, Positive
 
 Rate = Annotated[float, Field(gt=0)]
 

@@ -11,7 +11,7 @@ import pydantic
 import yaml
 from pydantic import Field, TypeAdapter
 
-from common.config import Count, Node, Positive
+from common.config_node import Count, Node, Positive
 from common.errors import ConfigError
 from loadtest import trace
 from loadtest.arrivals import Arrival

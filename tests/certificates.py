@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from common.config import TlsConfig
+from common.config_doors import TlsConfig
 
 
 class Certified(NamedTuple):

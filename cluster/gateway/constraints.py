@@ -8,7 +8,7 @@ from cluster.gateway.parsing.formats import Formats, Thinking
 from cluster.gateway.request import Request
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.gateway.tool_use import ToolUse, arguments_schema
-from common.config import RequestLimitsConfig
+from common.config_doors import RequestLimitsConfig
 from common.errors import InvalidRequestError
 from common.grammar import Form, constraint_of, either, form_of, json_form
 

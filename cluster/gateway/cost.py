@@ -1,7 +1,7 @@
 """What a request costs, by the prices of the configuration."""
 
 from baton_pb.v1 import common_pb2
-from common.config import PricesConfig
+from common.config_doors import PricesConfig
 
 _MILLION = 1_000_000.0
 _HOUR_S = 3600.0

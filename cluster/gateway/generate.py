@@ -25,7 +25,7 @@ from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER, Caller
 from cluster.tenants.quotas import RequestUse, Uses
 from common.clock import Clock
-from common.config import GatewayConfig
+from common.config_doors import GatewayConfig
 from common.errors import DeadlineError, MismatchError, OverloadedError, WorkerLostError
 from common.model_facts import ModelFacts
 from common.text import Text

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from common.config import RequestLimitsConfig
+from common.config_doors import RequestLimitsConfig
 from common.errors import InvalidRequestError
 
 _CHARACTERS_PER_TOKEN_MAX = 256

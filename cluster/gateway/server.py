@@ -26,7 +26,7 @@ from cluster.tenants.door import Door
 from cluster.tenants.key_store import Keys, KeyStore, NoKeys
 from cluster.tenants.quotas import Uses
 from common.clock import MonotonicClock
-from common.config import GatewayConfig
+from common.config_doors import GatewayConfig
 from common.logs import log
 from common.model_facts import ModelFacts
 from common.rpc import Health, bind, bind_with, make_server

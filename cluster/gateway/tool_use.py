@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton_pb.v1 import inference_pb2
 from cluster.gateway.parsing.interface import CALLS_MAX, Tool
-from common.config import RequestLimitsConfig
+from common.config_doors import RequestLimitsConfig
 from common.errors import InvalidRequestError
 from common.grammar import Json, parsed_schema
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cluster.gateway.server import GatewayServer
 from cluster.supervisor.fleet import PROBE
-from common.config import GatewayConfig
+from common.config_doors import GatewayConfig
 
 
 class HostedGateway:

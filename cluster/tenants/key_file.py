@@ -17,7 +17,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from common.config import Node, Positive
+from common.config_node import Node, Positive
 from common.errors import ConfigError, NotFoundError
 
 FILE_BYTES_MAX = 16 * 1024 * 1024

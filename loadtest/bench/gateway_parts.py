@@ -22,7 +22,8 @@ from baton_pb.v1 import router_pb2, worker_pb2
 from cluster.fake_worker import FakeModel, FakeWorker
 from cluster.gateway.server import GatewayServer
 from cluster.router.server import RouterServer
-from common.config import GatewayConfig, HttpConfig, RouterConfig
+from common.config import RouterConfig
+from common.config_doors import GatewayConfig, HttpConfig
 from loadtest.echo import EchoServer, EchoTimes
 from loadtest.echo_http import HttpEcho
 

@@ -7,7 +7,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from common.config import Node, Positive
+from common.config_node import Node, Positive
 from common.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "profiles"

@@ -22,7 +22,8 @@ from baton_pb.v1 import (
 from cluster.fake_worker import FakeModel, FakeWorker
 from cluster.gateway.server import GatewayServer
 from cluster.router.server import RouterServer
-from common.config import GatewayConfig, RouterConfig
+from common.config import RouterConfig
+from common.config_doors import GatewayConfig
 from common.status import typed_rpc_errors
 
 HOST = "127.0.0.1"

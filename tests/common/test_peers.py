@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from common import peers
-from common.config import SecurityConfig
+from common.config_doors import SecurityConfig
 from common.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from common.rpc import Health, bind, make_server, open_channel
 from common.status import error_from_rpc

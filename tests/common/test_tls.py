@@ -14,7 +14,7 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import peers
-from common.config import SecurityConfig, TlsConfig
+from common.config_doors import SecurityConfig, TlsConfig
 from common.config_file import load
 from common.errors import ConfigError
 from common.rpc import Health, bind, make_server, open_channel

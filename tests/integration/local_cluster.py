@@ -10,7 +10,8 @@ from typing import Any
 from baton_pb.v1 import router_pb2, worker_pb2
 from cluster.gateway.server import GatewayServer
 from cluster.router.server import RouterServer
-from common.config import DecodeConfig, EngineConfig, GatewayConfig, PrefillConfig, RouterConfig, TransferConfig
+from common.config import DecodeConfig, EngineConfig, PrefillConfig, RouterConfig, TransferConfig
+from common.config_doors import GatewayConfig
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 

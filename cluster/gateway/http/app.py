@@ -25,7 +25,7 @@ from cluster.gateway.ready import num_ready
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.door import Door
-from common.config import HttpConfig
+from common.config_doors import HttpConfig
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
 from common.logs import log
 from common.text import Text

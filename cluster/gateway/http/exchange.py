@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from cluster.gateway.http.hosting import Message, Receive, Send
 from cluster.gateway.http.refusals import HttpError, Refusal
 from cluster.gateway.request import REQUEST_ID_CHARACTERS_MAX
-from common.config import HttpConfig
+from common.config_doors import HttpConfig
 from common.errors import CancelledRequestError
 
 _JSON = "application/json"

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.config import HttpConfig
+from common.config_doors import HttpConfig
 from common.errors import ConfigError
 from common.tls import CurrentContext, TlsFiles
 

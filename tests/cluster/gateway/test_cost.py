@@ -6,7 +6,7 @@ import pytest
 
 from baton_pb.v1 import common_pb2
 from cluster.gateway.cost import add_cost
-from common.config import PricesConfig
+from common.config_doors import PricesConfig
 from tests.cluster.fake_cluster import fake_cluster, request, run
 from tests.cluster.gateway.http.wire import get, post
 

@@ -17,7 +17,7 @@ from baton_pb.v1 import inference_pb2_grpc
 from cluster.client import Client
 from cluster.gateway.server import GatewayServer
 from common import peers
-from common.config import GatewayConfig, TlsConfig
+from common.config_doors import GatewayConfig, TlsConfig
 from common.errors import WorkerLostError
 from common.rpc import open_channel
 from tests.certificates import Authority, Certified

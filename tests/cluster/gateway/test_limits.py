@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton_pb.v1 import inference_pb2
-from common.config import RequestLimitsConfig
+from common.config_doors import RequestLimitsConfig
 from common.errors import DeadlineError, InvalidRequestError, OverloadedError
 from common.status import typed_rpc_errors
 from tests.cluster.fake_cluster import LIMIT_S, fake_cluster, request, run, until

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton_pb.v1 import inference_pb2
 from cluster.fake_model import write_model
 from cluster.gateway.server import GatewayServer
-from common.config import GatewayConfig
+from common.config_doors import GatewayConfig
 from common.errors import ConfigError, InvalidRequestError, NotFoundError, OverloadedError
 from common.status import typed_rpc_errors
 from tests.cluster.fake_cluster import FakeCluster, fake_cluster, request, run, until

@@ -16,7 +16,7 @@ from cluster.tenants import key_file
 from cluster.tenants.callers import Caller
 from cluster.tenants.key_file import TenantRules
 from common.chain_hash import chain_hashes
-from common.config import GatewayConfig
+from common.config_doors import GatewayConfig
 from common.config_file import load
 from common.errors import (
     BatonError,

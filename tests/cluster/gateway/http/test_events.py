@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.gateway.server import GatewayServer
-from common.config import GatewayConfig
+from common.config_doors import GatewayConfig
 from common.errors import BatonError
 from tests.cluster.fake_cluster import HOST, LIMIT_S, FakeCluster, fake_cluster, run, until
 from tests.cluster.gateway.http.wire import Response, event, post, request_bytes, wire

@@ -8,7 +8,8 @@ import pytest
 
 from cluster.gateway.http.openapi import document
 from cluster.gateway.server import GatewayServer
-from common.config import GatewayConfig, RouterConfig
+from common.config import RouterConfig
+from common.config_doors import GatewayConfig
 from common.errors import ConfigError
 from common.text import Text
 from tests.cluster.fake_cluster import HOST, LIMIT_S, fake_cluster, run, until
