@@ -11,6 +11,7 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import log
 from engine.batch import Batch
+from engine.checkpoint import ModelFileError
 from engine.kv_cache import KVCache
 from engine.step import LayerWatch
 
@@ -81,6 +82,7 @@ def load_backend(model_dir: Path, config: EngineConfig) -> tuple[str, Backend]:
     """Return the name and the loaded backend that `config.backend` asks for.
 
     Raises:
+        ModelFileError: a file of the model is damaged; the message names it, and the tensor if there is one.
         ConfigError: the backend asked for cannot serve the model; with `auto`: none can. The message has the reasons.
     """
     names = list(BACKENDS) if config.backend == "auto" else [config.backend]
@@ -88,6 +90,8 @@ def load_backend(model_dir: Path, config: EngineConfig) -> tuple[str, Backend]:
     for name in names:
         try:
             backend = _find(name).load(model_dir, config)
+        except ModelFileError:
+            raise
         except ConfigError as error:
             refusals.append(f"backend {name}: {error.message}")
             continue

@@ -7,12 +7,12 @@ model store's business.
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 import transformers
 
 from common.errors import ConfigError
 from common.model_facts import read_json
+from engine.checkpoint import Checkpoint, ModelFileError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Values of config.json's model_type whose attention the paged backend reproduces."""
@@ -53,6 +53,9 @@ def load_model(path: Path, attention: str | None = None) -> Any:
         raise ConfigError(f"cannot load model {path}: {_one_line(error)}") from error
     _check_report(path, report)
     _check_supported(path, model.config)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ModelFileError(f"model {path}: tensor {name} holds values that are not finite")
     return model.eval().requires_grad_(False)
 
 
@@ -64,23 +67,7 @@ def _check_folder(folder: Path) -> None:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(f"{folder / 'config.json'}: model_type {family!r} is not supported: {', '.join(FAMILIES)}")
-    index = folder / "model.safetensors.index.json"
-    shards = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
-    if not shards:
-        raise ConfigError(f"{index} names no files")
-    for shard in shards:
-        _check_safetensors(folder / shard)
-
-
-def _check_safetensors(file: Path) -> None:
-    if not file.is_file():
-        raise ConfigError(f"model file {file} is missing")
-    try:
-        with safetensors.safe_open(file, framework="pt") as tensors:
-            if not tensors.keys():
-                raise ConfigError(f"model file {file} holds no tensors")
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ConfigError(f"model file {file} is corrupt: {_one_line(error)}") from error
+    Checkpoint.open(folder)
 
 
 def _check_gguf(file: Path) -> None:
@@ -104,7 +91,7 @@ def _check_report(path: Path, report: dict[str, Any]) -> None:
         names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
         if names:
             shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-            raise ConfigError(f"model {path}: {len(names)} tensors are {what}: {shown}")
+            raise ModelFileError(f"model {path}: {len(names)} tensors are {what}: {shown}")
     if errors := report.get("error_msgs"):
         raise ConfigError(f"model {path}: {_one_line(errors[0])}")
 

@@ -45,6 +45,8 @@ class Architecture:
     has_post_norms: bool
     has_head_norms: bool
     has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
     layers: tuple[LayerShape, ...]
     ropes: tuple[Rope, ...]
 
@@ -85,11 +87,9 @@ def supports(config: dict[str, Any]) -> str | None:
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in _ACTIVATIONS and not (family.startswith("gemma") and activation == "gelu"):
         return f"activation {activation!r} is not known"
-    for flag in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
+    for flag in ("use_bidirectional_attention", "quantization_config"):
         if config.get(flag):
             return f"{flag} is not known"
-    if config.get("attention_bias"):
-        return "attention_bias is not known"
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         return "partial_rotary_factor is not known"
     try:
@@ -104,6 +104,8 @@ def _parse(config: dict[str, Any], eos_token_ids: frozenset[int]) -> Architectur
     gemma = family.startswith("gemma")
     ropes = parse_rope(config, head_dim)
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    # Mistral and Qwen2 have no such switch: whatever their files say, transformers gives them none.
+    has_attention_bias = family not in ("mistral", "qwen2") and bool(config.get("attention_bias"))
     scaled_by = config.get("query_pre_attn_scalar") if family in ("gemma2", "gemma3_text") else None
     return Architecture(
         family=family,
@@ -125,7 +127,9 @@ def _parse(config: dict[str, Any], eos_token_ids: frozenset[int]) -> Architectur
         norm_offset=1.0 if gemma else 0.0,
         has_post_norms=family in ("gemma2", "gemma3_text"),
         has_head_norms=family in ("qwen3", "gemma3_text"),
-        has_qkv_bias=family == "qwen2",
+        has_qkv_bias=family == "qwen2" or has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
         layers=_layers(config, len(ropes)),
         ropes=ropes,
     )

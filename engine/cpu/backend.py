@@ -180,9 +180,12 @@ class CpuBackend:
                 "post_mlp_norm",
                 "query_norm",
                 "key_norm",
+                "qkv_bias",
+                "output_bias",
+                "gate_up_bias",
+                "down_bias",
             ):
                 setattr(layer, name, self._vector(f"{i}.{name}"))
-            layer.qkv_bias = self._vector(f"{i}.qkv_bias")
             layer.window, layer.rope = shape.window, shape.rope
         embedding = self._matrix("embedding", self._precision("embedding"))
         head = embedding if a.tied else self._matrix("head", self._precision("head"))

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from engine.cpu.checkpoint import Blocks, Bytes, Floats
+from engine.checkpoint import Blocks, Bytes, Floats
 from engine.cpu.native import Format
 
 PANEL = 16

@@ -14,8 +14,8 @@ import numpy as np
 
 from common.errors import ConfigError
 from common.logs import log
+from engine.checkpoint import Blocks, Bytes, Checkpoint, Floats, Gguf, safetensors_files
 from engine.cpu.architecture import Architecture
-from engine.cpu.checkpoint import Blocks, Bytes, Checkpoint, Floats, Gguf, safetensors_files
 from engine.cpu.native import Format
 from engine.cpu.packing import PANEL, block_format, pack_blocks, pack_floats, packed_bytes, padded
 
@@ -157,6 +157,12 @@ def read_vectors(a: Architecture, checkpoint: Checkpoint) -> Iterator[tuple[str,
             sizes = {"q": a.heads * a.head_dim, "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
             biases = [checkpoint.vector(f"{hf}self_attn.{x}_proj.bias", n) for x, n in sizes.items()]
             yield f"{i}.qkv_bias", np.concatenate(biases)
+        if a.has_output_bias:
+            yield f"{i}.output_bias", checkpoint.vector(f"{hf}self_attn.o_proj.bias", a.hidden)
+        if a.has_mlp_bias:
+            halves = [checkpoint.vector(f"{hf}mlp.{x}_proj.bias", a.intermediate) for x in ("gate", "up")]
+            yield f"{i}.gate_up_bias", np.concatenate([np.pad(half, (0, -len(half) % 32)) for half in halves])
+            yield f"{i}.down_bias", checkpoint.vector(f"{hf}mlp.down_proj.bias", a.hidden)
 
 
 class _Writer:

@@ -10,7 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from common.config import EngineConfig
 from common.errors import ConfigError
+from engine.checkpoint import ModelFileError
+from engine.engine import Engine
 from engine.weights import load_model
 
 
@@ -47,8 +50,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"rotary embedding 'dynamic' is not supported",
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
-    "half the weights file": (lambda f: _truncate(f / "model.safetensors"), r"model\.safetensors is corrupt"),
-    "no bytes": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model\.safetensors is corrupt"),
+    "half the weights file": (lambda f: _truncate(f / "model.safetensors"), r"tensor \S+ lies at bytes .* cut short"),
+    "no bytes": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model\.safetensors is not readable"),
     "a missing shard": (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}'),
         r"model-2\.safetensors is missing",
@@ -56,6 +59,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing tensor": (
         lambda f: _edit_tensors(f, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),
         r"1 tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight",
+    ),
+    "no shard": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
+        r"index\.json names no files",
+    ),
+    "a value that is not finite": (
+        lambda f: _edit_tensors(f, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan)),
+        r"tensor model\.norm\.weight holds values that are not finite",
     ),
     "a tensor of another shape": (
         lambda f: _edit_tensors(f, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})),
@@ -71,6 +82,14 @@ def test_a_damaged_model_is_refused_by_name(model: Path, damage: str) -> None:
 
     with pytest.raises(ConfigError, match=words):
         load_model(model)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_an_engine_says_once_which_tensor_is_damaged(model: Path, backend: str) -> None:
+    _truncate(model / "model.safetensors")
+
+    with pytest.raises(ModelFileError, match=r"^[^;]*tensor \S+ lies at bytes [^;]*$"):
+        Engine.load(model, EngineConfig.model_validate({"backend": backend}), "tiny")
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, b"hello world" * 10])

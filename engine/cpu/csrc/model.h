@@ -11,6 +11,9 @@ struct LayerDesc {
     const float* post_attention_norm;  // null: none; else the block's output is normalised before it is added
     const float* post_mlp_norm;
     const float* qkv_bias;  // null: none
+    const float* output_bias;
+    const float* gate_up_bias;  // laid out as the matrix's rows are
+    const float* down_bias;
     const float* query_norm;
     const float* key_norm;
     i64 window;  // 0: sees everything

@@ -216,15 +216,17 @@ class Model {
         gemm(team_, qkv_in_, layer.qkv, qkv_.data(), qkv_width(), false);
         place(s, layer, view);
         attend(s, layer, view);
-        project(count, output_in_, layer.output, layer.post_attention_norm);
+        project(count, output_in_, layer.output, layer.output_bias, layer.post_attention_norm);
         normalise(count, layer.mlp_norm, gate_up_in_);
         gemm(team_, gate_up_in_, layer.gate_up, gate_up_.data(), 2 * intermediate_width(), false);
         rows(count, [&](i64 row) {
             float* out = scratch(intermediate_width());
-            gated(gate_up_.data() + row * 2 * intermediate_width(), intermediate_width(), desc_.gelu, out);
+            float* both = gate_up_.data() + row * 2 * intermediate_width();
+            if (layer.gate_up_bias) add_row(both, layer.gate_up_bias, 2 * intermediate_width());
+            gated(both, intermediate_width(), desc_.gelu, out);
             down_in_.set_row(row, out);
         });
-        project(count, down_in_, layer.down, layer.post_mlp_norm);
+        project(count, down_in_, layer.down, layer.down_bias, layer.post_mlp_norm);
     }
 
     void normalise(i64 count, const float* weight, Activations& out) {
@@ -235,10 +237,11 @@ class Model {
         });
     }
 
-    // x += in * matrix, normalised in between where the family does so.
-    void project(i64 count, const Activations& in, const Matrix& matrix, const float* norm) {
+    // x += in * matrix + bias, normalised in between where the family does so.
+    void project(i64 count, const Activations& in, const Matrix& matrix, const float* bias, const float* norm) {
         const i64 hidden = padded(desc_.hidden);
         gemm(team_, in, matrix, norm ? block_.data() : x_.data(), hidden, norm == nullptr);
+        if (bias) rows(count, [&](i64 row) { add_row(norm ? block(row) : x(row), bias, desc_.hidden); });
         if (!norm) return;
         rows(count, [&](i64 row) {
             float* normal = scratch(hidden);

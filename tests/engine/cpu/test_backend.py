@@ -31,6 +31,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"tie_word_embeddings": True, "num_attention_heads": 5, "head_dim": 32, "hidden_size": 80},
     ),
+    "biases everywhere": ("Llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 72}),
+    "attention biases, QK-norm": ("Qwen3", {"attention_bias": True}),
     "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama3": (
         "Llama",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from engine.cpu.checkpoint import Blocks
+from engine.checkpoint import Blocks
 from engine.cpu.native import Format
 from engine.cpu.packing import block_format, pack_blocks, pack_floats, packed_bytes
 

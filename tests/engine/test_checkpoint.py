@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from engine.checkpoint import Checkpoint, Gguf, ModelFileError
 from engine.cpu.architecture import read_architecture, supports
-from engine.cpu.checkpoint import Checkpoint, Gguf
 from engine.cpu.native import Format
 from engine.cpu.weights import PackedWeights
 
@@ -44,6 +46,30 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes
 
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         Checkpoint.open(tmp_path)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_is_damaged_is_read_as_it_was_or_refused_with_a_typed_error(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    values: dict[str, np.ndarray] = {"a.weight": np.ones((4, 3), np.float32), "b": np.zeros(5, np.float16)}
+    file = save(tmp_path, **values) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(content[: data.draw(st.one_of(st.none(), st.integers(0, len(content))))])
+
+    try:
+        opened = Checkpoint.open(tmp_path)
+        for name, value in values.items():
+            assert opened.rows(name, value.shape, 0, len(value)).shape == value.shape
+    except ModelFileError as error:
+        damage = error.message
+    else:
+        damage = str(tmp_path)
+
+    assert str(tmp_path) in damage
 
 
 @pytest.mark.parametrize(
@@ -120,7 +146,7 @@ def write_gguf(architecture: str, tensors: dict[str, tuple[int, np.ndarray]]) ->
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"head_dim": 20}, "head_dim"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"hidden_act": "relu"}, "relu"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),

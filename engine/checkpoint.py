@@ -20,9 +20,30 @@ from common.errors import ConfigError
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = ("F32", "F16", "BF16")
+_DTYPE_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 _INDEX = "model.safetensors.index.json"
 _HEADER_MAX = 100_000_000  # the safetensors format's own limit
+
+
+class ModelFileError(ConfigError):
+    """A file of the model is missing, damaged or lacks a tensor: no other backend could do better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +66,7 @@ class Checkpoint:
         """Map all files and read their headers.
 
         Raises:
-            ConfigError: a file is missing, corrupt or cut short; the message names it, and the tensor if there is one.
+            ModelFileError: a file is missing, corrupt or cut short; the message names it, and the tensor if any.
         """
         entries: dict[str, _Entry] = {}
         for file in safetensors_files(folder):
@@ -59,13 +80,15 @@ class Checkpoint:
         """Return rows [begin, end) of a tensor as fp32.
 
         Raises:
-            ConfigError: it is missing, has another shape or type, or holds values that are not finite.
+            ModelFileError: it is missing, has another shape or type, or holds values that are not finite.
         """
         entry = self._entries.get(name)
         if entry is None:
-            raise ConfigError(f"model {self._folder}: tensor {name} is missing")
+            raise ModelFileError(f"model {self._folder}: tensor {name} is missing")
         if entry.shape != shape:
-            raise ConfigError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
+            raise ModelFileError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
+        if entry.dtype not in _FLOATS:
+            raise ModelFileError(f"{entry.file}: tensor {name} is of type {entry.dtype}, expected {', '.join(_FLOATS)}")
         row_bytes = entry.data.nbytes // shape[0]
         raw = entry.data[begin * row_bytes : end * row_bytes]
         if entry.dtype == "BF16":
@@ -73,7 +96,7 @@ class Checkpoint:
         else:
             values = raw.view(np.float16 if entry.dtype == "F16" else np.float32).astype(np.float32)
         if not np.isfinite(values).all():
-            raise ConfigError(f"{entry.file}: tensor {name} holds values that are not finite")
+            raise ModelFileError(f"{entry.file}: tensor {name} holds values that are not finite")
         return values.reshape(end - begin, *shape[1:])
 
     def vector(self, name: str, length: int) -> Floats:
@@ -85,15 +108,18 @@ def safetensors_files(folder: Path) -> list[Path]:
     """Return the files that hold the model's weights.
 
     Raises:
-        ConfigError: the index is unreadable.
+        ModelFileError: the index is unreadable.
     """
     index = folder / _INDEX
     if not index.exists():
         return [folder / "model.safetensors"]
     try:
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model file {index} is not a readable index: {error}") from error
+        raise ModelFileError(f"model file {index} is not a readable index: {error}") from error
+    if not names:
+        raise ModelFileError(f"{index} names no files")
+    return [folder / name for name in names]
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, _Entry]]:
@@ -102,9 +128,9 @@ def _read_header(file: Path) -> Iterator[tuple[str, _Entry]]:
         (length,) = struct.unpack("<Q", data[:8].tobytes())
         header = json.loads(data[8 : 8 + length].tobytes()) if length <= _HEADER_MAX else None
     except (struct.error, ValueError) as error:
-        raise ConfigError(f"model file {file} is corrupt: its header is not readable") from error
+        raise ModelFileError(f"model file {file} is corrupt: its header is not readable") from error
     if not isinstance(header, dict):
-        raise ConfigError(f"model file {file} is corrupt: its header is not an object")
+        raise ModelFileError(f"model file {file} is corrupt: its header is not an object")
     body = data[8 + length :]
     for name, item in header.items():
         if name != "__metadata__":
@@ -114,13 +140,13 @@ def _read_header(file: Path) -> Iterator[tuple[str, _Entry]]:
 def _entry(file: Path, body: Bytes, name: str, item: Any) -> _Entry:
     try:
         dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-        size = int(np.prod(shape, dtype=np.int64)) * _FLOATS[dtype]
+        size = int(np.prod(shape, dtype=np.int64)) * _DTYPE_BYTES[dtype]
     except KeyError as error:
-        raise ConfigError(f"{file}: tensor {name} has an unknown type or no {error}") from error
+        raise ModelFileError(f"{file}: tensor {name} has an unknown type or no {error}") from error
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: tensor {name} has a corrupt entry") from error
+        raise ModelFileError(f"{file}: tensor {name} has a corrupt entry") from error
     if not 0 <= begin <= end <= len(body) or end - begin != size:
-        raise ConfigError(f"{file}: tensor {name} lies at bytes {begin}..{end} of {len(body)}: cut short or corrupt")
+        raise ModelFileError(f"{file}: tensor {name} lies at bytes {begin}..{end} of {len(body)}: cut short or corrupt")
     return _Entry(file, body[begin:end], dtype, shape)
 
 
@@ -129,9 +155,9 @@ def _map(file: Path) -> Bytes:
         with file.open("rb") as stream:
             return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except FileNotFoundError as error:
-        raise ConfigError(f"model file {file} is missing") from error
+        raise ModelFileError(f"model file {file} is missing") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model file {file} is not readable: {error}") from error
+        raise ModelFileError(f"model file {file} is not readable: {error}") from error
 
 
 _QUANTISED = {2: ("Q4_0", 18), 3: ("Q4_1", 20), 8: ("Q8_0", 34)}
@@ -155,7 +181,7 @@ class Gguf:
         """Map the file and read its header.
 
         Raises:
-            ConfigError: not a GGUF, or cut short; the message names the file and the tensor if there is one.
+            ModelFileError: not a GGUF, or cut short; the message names the file and the tensor if there is one.
         """
         self._file = file
         self._data = _map(file)
@@ -165,7 +191,7 @@ class Gguf:
         try:
             self._read()
         except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:
-            raise ConfigError(
+            raise ModelFileError(
                 f"model file {file} is not a readable GGUF: {type(error).__name__} at byte {self._at}"
             ) from error
 
@@ -173,14 +199,14 @@ class Gguf:
         """Return a matrix [rows, k]; None: not there, not quantised in a known way.
 
         Raises:
-            ConfigError: it has another shape.
+            ModelFileError: it has another shape.
         """
         blocks = self._blocks.get(name)
         if blocks is None:
             return None
         rows, k = blocks.data.shape[0], blocks.data.shape[1] * 32
         if (rows, k) != shape:
-            raise ConfigError(f"{self._file}: tensor {name} has shape {[rows, k]}, expected {list(shape)}")
+            raise ModelFileError(f"{self._file}: tensor {name} has shape {[rows, k]}, expected {list(shape)}")
         return blocks
 
     def _number(self, form: str) -> int:
@@ -211,7 +237,7 @@ class Gguf:
 
     def _read(self) -> None:
         if self._data[:4].tobytes() != b"GGUF":
-            raise ConfigError(f"model file {self._file} is not a GGUF")
+            raise ModelFileError(f"model file {self._file} is not a GGUF")
         self._at = 4
         self._number("I")
         num_tensors, num_fields = self._number("Q"), self._number("Q")
@@ -235,12 +261,12 @@ class Gguf:
 
     def _add(self, name: str, shape: list[int], kind: int, begin: int) -> None:
         if begin > len(self._data):
-            raise ConfigError(f"{self._file}: tensor {name} begins beyond the end of the file: it is cut short")
+            raise ModelFileError(f"{self._file}: tensor {name} begins beyond the end of the file: it is cut short")
         if kind not in _QUANTISED or len(shape) != 2 or shape[0] % 32:
             return
         label, block_bytes = _QUANTISED[kind]
         k, rows = shape
         end = begin + rows * (k // 32) * block_bytes
         if end > len(self._data):
-            raise ConfigError(f"{self._file}: tensor {name} ends beyond the end of the file: it is cut short")
+            raise ModelFileError(f"{self._file}: tensor {name} ends beyond the end of the file: it is cut short")
         self._blocks[name] = Blocks(label, self._data[begin:end].reshape(rows, k // 32, block_bytes))
