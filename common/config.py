@@ -40,10 +40,13 @@ class EngineConfig(Node):
     token and kv head and takes half the memory of float16; docs/ENGINE.md says what it costs in quality."""
     block_tokens: Annotated[int, Field(ge=1, le=512)] = 16
     """Tokens in a block."""
-    pool_mib: Positive = 512
-    """Memory of one worker's KV pool, MiB."""
+    pool_mib: Positive | None = None
+    """Memory of one worker's KV pool, MiB; None: `pool_share` of what is free."""
     pool_blocks: Positive | None = None
     """Blocks in the pool; overrides pool_mib."""
+    pool_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Part of the memory that is free at start (on the machine, and within the limits of its control groups) which one
+    worker's pool may take; two workers on one host take it twice. At most 64 full context windows."""
     threads: Count = 1
     """Compute threads of one worker; 0: all cores."""
     context_tokens: Positive | None = None

@@ -6,12 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
+from engine.free_memory import free_memory_bytes
 from kvtransfer.layout import BlockLayout
 
 if TYPE_CHECKING:
     import torch
 
 MIB = 1024 * 1024
+WINDOWS_MAX = 64
+"""Most context windows in a pool that nobody gave a size: a tiny model's would have millions of blocks."""
 
 
 class KVCache:
@@ -86,6 +89,21 @@ class KVCache:
         with contextlib.suppress(BufferError):
             self._buffer.release()
             self._map.close()
+
+
+def blocks_of_free_memory(layout: BlockLayout, share: float, context_tokens: int) -> int:
+    """Return how many blocks a pool has that nobody gave a size: a share of what is free, at most 64 windows.
+
+    Raises:
+        ConfigError: the share holds no block, or the machine does not say what is free.
+    """
+    free = free_memory_bytes()
+    num_blocks = min(int(free * share) // layout.block_bytes, WINDOWS_MAX * -(-context_tokens // layout.block_tokens))
+    if num_blocks == 0:
+        raise ConfigError(
+            f"engine.pool_share={share} holds no block: one has {layout.block_bytes} bytes, {free // MIB} MiB are free"
+        )
+    return num_blocks
 
 
 def blocks_within(layout: BlockLayout, pool_mib: int) -> int:

@@ -11,7 +11,7 @@ from engine.backend import Backend, BackendFacts, load_backend
 from engine.codec_bound import CodecBound
 from engine.codec_quality import Scorer, prose, require_fidelity
 from engine.grammar import Grammars
-from engine.kv_cache import KVCache, blocks_within
+from engine.kv_cache import KVCache, blocks_of_free_memory, blocks_within
 from engine.model_runner import ModelRunner
 from engine.step import Limits
 from kvtransfer.layout import BlockLayout
@@ -51,7 +51,7 @@ def load_parts(model_dir: Path, config: EngineConfig, model_id: str) -> Parts:
             facts.num_kv_heads,
             facts.head_dim,
         )
-        kv = KVCache(layout, config.pool_blocks or blocks_within(layout, config.pool_mib))
+        kv = KVCache(layout, _pool_blocks(layout, config, context_tokens))
         backend.attach(kv)
     except BaseException:
         backend.close()
@@ -75,7 +75,8 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str, bound: Cod
     name, backend, kv, context_tokens = load_parts(model_dir, config, model_id)
     facts = backend.facts
     try:
-        if bound is not None:
+        # A pool of bytes is never coded again, see codec_for.
+        if bound is not None and kv.layout.scale_bytes == 0:
             require_fidelity(Scorer(backend, kv, context_tokens), bound, prose(model_dir, facts.vocab_tokens))
         grammars = Grammars.load(model_dir, facts.vocab_tokens, facts.eos_token_ids)
         runner = ModelRunner(name, backend, kv, config.threads)
@@ -84,6 +85,14 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str, bound: Cod
         kv.close()
         raise
     return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids), grammars)
+
+
+def _pool_blocks(layout: BlockLayout, config: EngineConfig, context_tokens: int) -> int:
+    if config.pool_blocks is not None:
+        return config.pool_blocks
+    if config.pool_mib is not None:
+        return blocks_within(layout, config.pool_mib)
+    return blocks_of_free_memory(layout, config.pool_share, context_tokens)
 
 
 def _context_tokens(facts: BackendFacts, config: EngineConfig) -> int:

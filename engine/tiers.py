@@ -14,7 +14,7 @@ from common.errors import TransferError
 from engine.cache_log import CacheLog, CacheTier
 from engine.disk_tier import DiskTier
 from kvtransfer.codecs.base import Codec, Slabs
-from kvtransfer.codecs.registry import CODECS
+from kvtransfer.codecs.registry import CODECS, codec_for
 from kvtransfer.layout import BlockLayout
 from kvtransfer.store import BlockStore
 
@@ -230,7 +230,7 @@ def make_tiers(
     """
     if not config.host_tier_mib and not config.disk_tier_mib:
         return None
-    codec = CODECS[config.tier_codec]
+    codec = CODECS[codec_for(store.layout, config.tier_codec)]
     disk = None
     if config.disk_tier_mib:
         folder = config.disk_tier_dir.expanduser() / worker_id

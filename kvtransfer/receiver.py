@@ -11,7 +11,7 @@ from baton_pb.v1 import transfer_pb2
 from common.config import TransferConfig
 from common.errors import BatonError, MismatchError, TransferError, UnauthenticatedError
 from common.logs import log
-from kvtransfer.codecs.registry import RAW
+from kvtransfer.codecs.registry import RAW, codec_for
 from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.landing import BlockLanding
 from kvtransfer.layout import BlockLayout, require_equal
@@ -60,9 +60,10 @@ class Receiver:
 
     def grant(self, address: transfer_pb2.TransferAddress, block_ids: Sequence[int], first_block: int) -> BlockLanding:
         """Make a ticket for reserved blocks; see `Endpoint.grant`."""
-        config = self._config
+        config, layout = self._config, self.layout
+        codec = codec_for(layout, config.codec)
         ticket = make_ticket(
-            address, block_ids, first_block, self.layout, config.lease_s, config.checksum, config.codec, config.sealed
+            address, block_ids, first_block, layout, config.lease_s, config.checksum, codec, config.sealed
         )
         key = ticket.transfer_id
         landing = BlockLanding(

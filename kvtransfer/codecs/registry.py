@@ -5,11 +5,17 @@ from kvtransfer.codecs.fp8 import Fp8Codec
 from kvtransfer.codecs.int8 import Int8Codec
 from kvtransfer.codecs.lossless import LosslessCodec
 from kvtransfer.codecs.raw import RawCodec
+from kvtransfer.layout import BlockLayout
 
 RAW = "raw"
 AUTO = "auto"
 """In a ticket: the sender chooses among the lossless ones."""
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), LosslessCodec(), Int8Codec(), Fp8Codec())}
+
+
+def codec_for(layout: BlockLayout, asked: str) -> str:
+    """Return the codec for blocks of this layout: bytes with scales are quantised already, so those go as they are."""
+    return RAW if layout.scale_bytes and is_lossy(asked) else asked
 
 
 def is_lossy(name: str) -> bool:
