@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
-.PHONY: bench-simulator bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
+.PHONY: bench-simulator bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -68,6 +68,9 @@ bench-engine: install
 
 bench-interference: install
 	$(BIN)/python -m loadtest.bench.interference $(BENCH_ARGS)
+
+bench-ttft: install
+	$(BIN)/python -m loadtest.bench.ttft $(BENCH_ARGS)
 
 bench-exposed: install
 	$(BIN)/python -m loadtest.bench.exposed $(BENCH_ARGS)

@@ -19,8 +19,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from baton_pb.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from baton_pb.v1 import inference_pb2_grpc
 from cluster.testing import RunningCluster
+from loadtest.bench.asking import request_of, ttft_of
 from loadtest.bench.common import BenchRow, Repeated, publish
 
 NUM_STREAMS = 8
@@ -28,7 +29,6 @@ STREAM_PROMPT_TOKENS = 64
 LONG_PROMPT_TOKENS = 2048
 CHUNKS = (32, 128, 512, 4096)
 """Token budgets of the colocated steps; the last one takes a whole prompt."""
-VOCAB_FROM, VOCAB_TO = 1000, 20_000
 POOL = "engine.pool_mib=1024"
 ITL_GOAL = 1.2
 """Of p99 beside prompts over p99 alone, disaggregated."""
@@ -79,7 +79,7 @@ async def _windows(address: str, rounds: int, seconds: float) -> Mode:
     rng = random.Random(1)
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        await _one(stub, rng, LONG_PROMPT_TOKENS, 4)  # connections, caches of code and pages
+        await ttft_of(stub, rng, LONG_PROMPT_TOKENS, 4)  # connections, caches of code and pages
         alone, beside = [], []
         for _ in range(rounds):
             alone.append(await _window(stub, rng, seconds, has_prompts=False))
@@ -98,7 +98,7 @@ async def _window(stub: Any, rng: random.Random, seconds: float, has_prompts: bo
         start, ttfts = time.monotonic(), []
         if has_prompts:
             while time.monotonic() - start < seconds:
-                ttfts.append(await _one(stub, rng, LONG_PROMPT_TOKENS, 1))
+                ttfts.append(await ttft_of(stub, rng, LONG_PROMPT_TOKENS, 1))
         else:
             await asyncio.sleep(seconds)
         end = time.monotonic()
@@ -118,7 +118,7 @@ async def _window(stub: Any, rng: random.Random, seconds: float, has_prompts: bo
 
 async def _stream(stub: Any, rng: random.Random, times: list[float], begun: asyncio.Event) -> None:
     """Read one long stream and note when each token comes."""
-    call = stub.Generate(_request(rng, STREAM_PROMPT_TOKENS, 4096))
+    call = stub.Generate(request_of(rng, STREAM_PROMPT_TOKENS, 4096))
     try:
         async for response in call:
             times += [time.monotonic()] * len(response.token_ids)
@@ -126,23 +126,6 @@ async def _stream(stub: Any, rng: random.Random, times: list[float], begun: asyn
     finally:
         with contextlib.suppress(Exception):
             call.cancel()
-
-
-async def _one(stub: Any, rng: random.Random, prompt_tokens: int, output_tokens: int) -> float:
-    """Send a prompt that nobody has cached; return its TTFT at the client, seconds."""
-    sent = time.monotonic()
-    first: float | None = None
-    async for response in stub.Generate(_request(rng, prompt_tokens, output_tokens)):
-        if first is None and response.token_ids:
-            first = time.monotonic()
-    assert first is not None
-    return first - sent
-
-
-def _request(rng: random.Random, prompt_tokens: int, output_tokens: int) -> inference_pb2.GenerateRequest:
-    ids = [rng.randrange(VOCAB_FROM, VOCAB_TO) for _ in range(prompt_tokens)]
-    sampling = common_pb2.SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), sampling=sampling)
 
 
 def _goal_row(ours: Mode) -> BenchRow:
