@@ -46,7 +46,8 @@ class OutboundPeer:
     def __init__(self, address: transfer_pb2.TransferAddress, greeter: Greeter, sock: socket.socket, name: str) -> None:
         self.transport = name
         self.last_ack = self.last_sent = 0.0
-        self.is_lost = False
+        self.lost_by: BatonError | None = None
+        """Why the connection has ended; the receiver's own words where it gave any."""
         self.on_lost: Callable[[], object] = lambda: None
         """Called once when the connection has ended; set by the sender."""
         self._address = address
@@ -61,6 +62,11 @@ class OutboundPeer:
         self._choice = CodecChoice(self._loop.time())
         self._hello: asyncio.Future[transfer_pb2.Hello] = self._new_hello()
         self._connection = FrameConnection(sock, self._on_frame, self._on_lost)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended."""
+        return self.lost_by is not None
 
     @property
     def num_source_blocks(self) -> int:
@@ -310,7 +316,7 @@ class OutboundPeer:
             push.fail(error)
 
     def _on_lost(self, error: BatonError) -> None:
-        self.is_lost = True
+        self.lost_by = error
         self.on_lost()
         if isinstance(error, FrameError):
             self._greeter.counters.refused(self._address.worker_id, self.transport)

@@ -121,8 +121,8 @@ class Sender:
             raise WorkerLostError(f"{address.worker_id} did not answer within {self._connect_timeout_s} s") from error
         finally:
             del self._dialing[key]
-        if peer.is_lost:
-            raise WorkerLostError(f"{address.worker_id} closed the connection")
+        if peer.lost_by is not None:
+            raise peer.lost_by
         self._peers[key] = peer
         peer.on_lost = lambda: self._peers.pop(key, None)
         log(logger, logging.INFO, "connected to receiver", worker_id=address.worker_id, transport=peer.transport)

@@ -59,7 +59,7 @@ def test_damaged_blocks_give_right_tokens_or_a_typed_error(mode: dict[str, Any])
         ends = [FaultyEndpoint(network, name, engine.kv, config) for name, engine in zip("pd", engines, strict=True)]
         prefill = PrefillWorker("p", "127.0.0.1", engines[0], ends[0], PrefillConfig(token_budget=16), 0.5)
         decode = DecodeWorker("d", "127.0.0.1", engines[1], ends[1], DecodeConfig(), 0.5)
-        damage = ends[1].wire.damage = Damage(random)
+        damage = network.wire("p", "d").damage = Damage(random)
         prompts = [[random.randrange(1000) for _ in range(random.randrange(1, 60))] for _ in range(NUM_REQUESTS)]
         try:
             await prefill.serve()

@@ -146,31 +146,43 @@ class FaultyInbound:
 
 
 class FaultyDoor:
-    """Implements `Door`: one wire for all that come."""
+    """Implements `Door`: a wire for each sender."""
 
     name = NAME
 
-    def __init__(self, wire: Wire, memory: Memory) -> None:
+    def __init__(self, network: "FaultyNetwork", worker_id: str, memory: Memory) -> None:
         self.path = f"\0baton-faulty-{secrets.token_hex(8)}"
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self.sock.bind(self.path)
         self.sock.listen()
-        self._wire = wire
+        self._network = network
+        self._worker_id = worker_id
         self._memory = memory
 
     def check(self, sock: socket.socket) -> None:
         pass
 
     def greet(self, hello: transfer_pb2.Hello, fd: int | None, owner: LinkOwner) -> Greeting:
-        return Greeting(FaultyInbound(self._wire, self._memory), b"", is_up=True)
+        wire = self._network.wire(hello.worker_id, self._worker_id)
+        return Greeting(FaultyInbound(wire, self._memory), b"", is_up=True)
 
 
 class FaultyNetwork:
-    """Joins the faulty endpoints of one test: a wire into each of them."""
+    """Joins the faulty endpoints of one test by a wire for each sender and receiver."""
 
     def __init__(self) -> None:
-        self.wires: dict[str, Wire] = {}
         self.paths: dict[str, str] = {}
+        self._wires: dict[tuple[str, str], Wire] = {}
+
+    def wire(self, sender: str, receiver: str) -> Wire:
+        """Return the wire from one to the other."""
+        return self._wires.setdefault((sender, receiver), Wire())
+
+    def cut(self, worker_id: str) -> None:
+        """Cut all wires of one endpoint."""
+        for pair, wire in self._wires.items():
+            if worker_id in pair:
+                wire.cut()
 
 
 @dataclass(slots=True)
@@ -184,7 +196,8 @@ class FaultyDialer:
         await asyncio.get_running_loop().sock_connect(sock, self.network.paths[address.worker_id])
         peer = OutboundPeer(address, greeter, sock, NAME)
         await peer.greet()
-        peer.start(FaultyOutbound(self.network.wires[address.worker_id], greeter.pool.memory))
+        wire = self.network.wire(greeter.hello.worker_id, address.worker_id)
+        peer.start(FaultyOutbound(wire, greeter.pool.memory))
         return peer
 
 
@@ -203,9 +216,9 @@ class FaultyEndpoint:
         )
         self.address = transfer_pb2.TransferAddress(worker_id=worker_id, generation=1)
         self.counters = TransferCounters()
-        self.wire = network.wires[worker_id] = Wire()
+        self._network = network
         self.receiver = Receiver(hello, pool, config, self.counters)
-        door = FaultyDoor(self.wire, pool.memory)
+        door = FaultyDoor(network, worker_id, pool.memory)
         network.paths[worker_id] = door.path
         self.receiver.listen(door)
         greeter = Greeter(pool, hello, TransferCounters(), config.inflight_bytes_max)
@@ -225,7 +238,7 @@ class FaultyEndpoint:
         return self.counters.snapshot()
 
     async def close(self) -> None:
-        self.wire.cut()
+        self._network.cut(self.address.worker_id)
         await self.sender.close()
         await self.receiver.close()
         self._threads.shutdown()
@@ -240,10 +253,7 @@ class FaultyPair:
     receiver: FaultyEndpoint
     source: FakeBlockStore
     target: FakeBlockStore
-
-    @property
-    def wire(self) -> Wire:
-        return self.receiver.wire
+    wire: Wire
 
     @property
     def num_refusals(self) -> int:
@@ -264,9 +274,8 @@ async def faulty_pair(
     receiver = FaultyEndpoint(network, "receiver", target, config)
     sender = FaultyEndpoint(network, "sender", source, config)
     try:
-        yield FaultyPair(sender, receiver, source, target)
+        yield FaultyPair(sender, receiver, source, target, network.wire("sender", "receiver"))
     finally:
-        receiver.wire.cut()
         await sender.close()
         await receiver.close()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import BatonError, MismatchError, OverloadedError, TransferError
+from common.errors import BatonError, MismatchError, TransferError
 from kvtransfer.activity import Stop
 from kvtransfer.codecs.registry import CODECS
 from kvtransfer.coding import BadMessageError, Coding, Parcel, code, place
@@ -17,7 +17,6 @@ from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.memory import Memory
 from kvtransfer.pieces import Piece, runs_of
 from kvtransfer.seal import Seal
-from kvtransfer.windows import Windows
 from tests.kvtransfer.faulty import faulty_pair
 
 LIMIT_S = 20
@@ -269,34 +268,6 @@ def test_coded_transfers_may_be_aborted_at_any_moment(by_sender: bool, yields: i
     run(test)
 
 
-def test_windows_bound_what_senders_have_under_way() -> None:
-    async def test() -> None:
-        async with faulty_pair(codec="int8", inflight_bytes_max=2 * SMALL_LAYOUT.block_bytes, lease_s=0.5) as pair:
-            held: list[bytes] = []
-            two = asyncio.Event()
-
-            def hold(message: bytes) -> None:
-                held.append(message)
-                if len(held) == 2:
-                    two.set()
-
-            pair.wire.damage = hold
-            landing = pair.receiver.grant(TARGETS, 0)
-            push = await pair.sender.open_push(landing.ticket)
-            for index, block in enumerate(SOURCES):
-                push.announce(index, [block])
-            await two.wait()
-            other = pair.receiver.grant([7], 0)
-            other_push = await pair.sender.open_push(other.ticket)  # a round trip later
-            other_push.announce(0, [7])
-            assert len(held) == 2
-            for transfer in (push, landing, other_push, other):
-                await transfer.abort("over")
-            assert pair.num_refusals == 0
-
-    run(test)
-
-
 @pytest.mark.parametrize("mode", [{}, {"codec": "int8"}])
 def test_a_transfer_that_was_vouched_for_lands_when_its_last_message_comes(mode: dict[str, Any]) -> None:
     async def test() -> None:
@@ -343,16 +314,3 @@ def test_a_transfer_that_was_vouched_for_and_never_comes_fails() -> None:
             await push.abort("over")
 
     run(test)
-
-
-def test_senders_beyond_the_staging_memory_are_refused_and_windows_come_back() -> None:
-    windows = Windows(256 << 20, 64 << 20, 1 << 20)
-    granted: list[int] = []
-    with pytest.raises(OverloadedError, match="staging_bytes_max"):
-        granted.extend(iter(windows.grant, None))
-    assert sum(granted) <= 256 << 20
-    assert min(granted) == 8 << 20
-    assert len(granted) > 20
-    for window in granted:
-        windows.give_back(window)
-    assert windows.grant() == granted[0]
