@@ -165,6 +165,21 @@ def status(
 
 
 @app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As the answer and every log line name it.")],
+    addr: Address = _DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+    key_file: ApiKey = None,
+    ca: Authority = None,
+) -> None:
+    """Show why a request went where it did: what was weighed, what each would have cost, what was chosen."""
+    with one_line_errors():
+        from cluster.commands.explain import explain as run
+
+        run(client_of(addr, key_file, ca), request_id, as_json)
+
+
+@app.command()
 def demo(
     addr: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running cluster; default: start one.")

@@ -6,7 +6,7 @@ from types import TracebackType
 
 import grpc
 
-from baton_pb.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
+from baton_pb.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, router_pb2
 from common.errors import ConfigError, InvalidRequestError, WorkerLostError
 from common.rpc import is_address
 from common.status import typed_rpc_errors
@@ -82,6 +82,17 @@ class Client:
         """
         with self._errors():
             return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=timeout_s, metadata=self._metadata)
+
+    def explain(self, request_id: str, timeout_s: float = _STATUS_TIMEOUT_S) -> router_pb2.ExplainReply:
+        """Return why a request went where it did.
+
+        Raises:
+            NotFoundError: it is not known, or not any more.
+            BatonError: as for `generate`.
+        """
+        asked = router_pb2.ExplainRequest(request_id=request_id)
+        with self._errors():
+            return self._admin.Explain(asked, timeout=timeout_s, metadata=self._metadata)
 
     def model_id(self, timeout_s: float = _STATUS_TIMEOUT_S) -> str:
         """Return the name of what is served; empty: nothing that the key may use.

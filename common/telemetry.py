@@ -32,6 +32,13 @@ PROMPT_TOKENS = Metric("baton_gateway_prompt_tokens_total", "counter", "Prompt t
 CACHED_TOKENS = Metric("baton_gateway_cached_tokens_total", "counter", "Of these: reused instead of computed.")
 OUTPUT_TOKENS = Metric("baton_gateway_output_tokens_total", "counter", "Tokens handed to clients.")
 TTFT = Metric("baton_gateway_ttft_seconds", "histogram", "Request received -> first token.", (), _TTFT_BUCKETS)
+PREDICTION = Metric(
+    "baton_gateway_ttft_prediction_ratio",
+    "histogram",
+    "Observed over predicted TTFT, both from the placement on.",
+    (),
+    tuple(2.0**power for power in range(-4, 6)),
+)
 ITL = Metric("baton_gateway_itl_seconds", "histogram", "Gap between two tokens of a stream.", (), _ITL_BUCKETS)
 HTTP_RESPONSES = Metric(
     "baton_gateway_http_responses_total", "counter", "HTTP responses, by path and code.", ("path", "code")

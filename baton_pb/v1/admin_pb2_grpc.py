@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from baton_pb.v1 import admin_pb2 as baton__pb_dot_v1_dot_admin__pb2
+from baton_pb.v1 import router_pb2 as baton__pb_dot_v1_dot_router__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -39,6 +40,11 @@ class AdminStub(object):
                 request_serializer=baton__pb_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=baton__pb_dot_v1_dot_admin__pb2.ClusterStatus.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Admin/Explain',
+                request_serializer=baton__pb_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton__pb_dot_v1_dot_router__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -50,6 +56,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request went where it did.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +70,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=baton__pb_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=baton__pb_dot_v1_dot_admin__pb2.ClusterStatus.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton__pb_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=baton__pb_dot_v1_dot_router__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +104,33 @@ class Admin(object):
             '/baton.v1.Admin/GetStatus',
             baton__pb_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
             baton__pb_dot_v1_dot_admin__pb2.ClusterStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Explain',
+            baton__pb_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            baton__pb_dot_v1_dot_router__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -178,17 +178,31 @@ class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
+    output_tokens: _builtins.int
+    """Of a request that was answered to its end: how long the answer was, and how long its KV was waited for."""
+    transfer_exposed_s: _builtins.float
     def __init__(
         self,
         *,
         reservation_id: _builtins.str = ...,
+        output_tokens: _builtins.int | None = ...,
+        transfer_exposed_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "_transfer_exposed_s", b"_transfer_exposed_s", "output_tokens", b"output_tokens", "transfer_exposed_s", b"transfer_exposed_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "_transfer_exposed_s", b"_transfer_exposed_s", "output_tokens", b"output_tokens", "reservation_id", b"reservation_id", "transfer_exposed_s", b"transfer_exposed_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
+    _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__transfer_exposed_s: _TypeAlias = _typing.Literal["transfer_exposed_s"]  # noqa: Y015
+    _WhichOneofArgType__transfer_exposed_s: _TypeAlias = _typing.Literal["_transfer_exposed_s", b"_transfer_exposed_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transfer_exposed_s) -> _WhichOneofReturnType__transfer_exposed_s | None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 
@@ -329,12 +343,15 @@ class WorkerPlacement(_message.Message):
     PREFILL_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     PREFIX_HOLDER_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     decode_address: _builtins.str
     decode_hit_blocks: _builtins.int
     """Blocks of the prefix that each is expected to hold."""
     prefill_hit_blocks: _builtins.int
     reason: _builtins.str
+    predicted_ttft_s: _builtins.float
+    """Placed -> first token."""
     @_builtins.property
     def prefill(self) -> _worker_pb2.PrefillTarget: ...
     @_builtins.property
@@ -351,10 +368,11 @@ class WorkerPlacement(_message.Message):
         prefill_hit_blocks: _builtins.int = ...,
         reason: _builtins.str = ...,
         prefix_holder: _worker_pb2.PrefixHolder | None = ...,
+        predicted_ttft_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_prefix_holder", b"_prefix_holder", "prefill", b"prefill", "prefix_holder", b"prefix_holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_prefix_holder", b"_prefix_holder", "decode_address", b"decode_address", "decode_hit_blocks", b"decode_hit_blocks", "decode_worker_id", b"decode_worker_id", "prefill", b"prefill", "prefill_hit_blocks", b"prefill_hit_blocks", "prefix_holder", b"prefix_holder", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "_prefix_holder", b"_prefix_holder", "decode_address", b"decode_address", "decode_hit_blocks", b"decode_hit_blocks", "decode_worker_id", b"decode_worker_id", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "prefill_hit_blocks", b"prefill_hit_blocks", "prefix_holder", b"prefix_holder", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
@@ -366,6 +384,173 @@ class WorkerPlacement(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_holder) -> _WhichOneofReturnType__prefix_holder | None: ...
 
 Global___WorkerPlacement: _TypeAlias = WorkerPlacement  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementExplanation]:
+        """The first attempt first; none when the request is not known, or not any more."""
+
+    def __init__(
+        self,
+        *,
+        placements: _abc.Iterable[Global___PlacementExplanation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placements", b"placements"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015
+
+@_typing.final
+class PlacementExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
+    OBSERVED_TTFT_S_FIELD_NUMBER: _builtins.int
+    CONSIDERED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    policy: _builtins.str
+    reason: _builtins.str
+    decode_worker_id: _builtins.str
+    prefill_worker_id: _builtins.str
+    """Unset: the decode worker prefills."""
+    predicted_ttft_s: _builtins.float
+    """Placed -> first token."""
+    observed_ttft_s: _builtins.float
+    """Unset: none yet."""
+    @_builtins.property
+    def considered(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsideredPair]:
+        """The cheapest first. By a policy that does not reckon in seconds, only what it chose."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        decode_worker_id: _builtins.str = ...,
+        prefill_worker_id: _builtins.str | None = ...,
+        predicted_ttft_s: _builtins.float = ...,
+        observed_ttft_s: _builtins.float | None = ...,
+        considered: _abc.Iterable[Global___ConsideredPair] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_observed_ttft_s", b"_observed_ttft_s", "_prefill_worker_id", b"_prefill_worker_id", "observed_ttft_s", b"observed_ttft_s", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_observed_ttft_s", b"_observed_ttft_s", "_prefill_worker_id", b"_prefill_worker_id", "considered", b"considered", "decode_worker_id", b"decode_worker_id", "observed_ttft_s", b"observed_ttft_s", "policy", b"policy", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__observed_ttft_s: _TypeAlias = _typing.Literal["observed_ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__observed_ttft_s: _TypeAlias = _typing.Literal["_observed_ttft_s", b"_observed_ttft_s"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_worker_id: _TypeAlias = _typing.Literal["prefill_worker_id"]  # noqa: Y015
+    _WhichOneofArgType__prefill_worker_id: _TypeAlias = _typing.Literal["_prefill_worker_id", b"_prefill_worker_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__observed_ttft_s) -> _WhichOneofReturnType__observed_ttft_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_worker_id) -> _WhichOneofReturnType__prefill_worker_id | None: ...
+
+Global___PlacementExplanation: _TypeAlias = PlacementExplanation  # noqa: Y015
+
+@_typing.final
+class ConsideredPair(_message.Message):
+    """A pair of workers and what a request would have cost there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    IS_CHOSEN_FIELD_NUMBER: _builtins.int
+    MEETS_TARGETS_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    decode_worker_id: _builtins.str
+    prefill_worker_id: _builtins.str
+    is_chosen: _builtins.bool
+    meets_targets: _builtins.bool
+    """Of the request's targets."""
+    total_s: _builtins.float
+    """The sum of the terms."""
+    ttft_s: _builtins.float
+    tpot_s: _builtins.float
+    cached_tokens: _builtins.int
+    """Prompt tokens that need not be computed."""
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___CostTerm]: ...
+    def __init__(
+        self,
+        *,
+        decode_worker_id: _builtins.str = ...,
+        prefill_worker_id: _builtins.str | None = ...,
+        is_chosen: _builtins.bool = ...,
+        meets_targets: _builtins.bool = ...,
+        total_s: _builtins.float = ...,
+        ttft_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
+        terms: _abc.Iterable[Global___CostTerm] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_worker_id", b"_prefill_worker_id", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_worker_id", b"_prefill_worker_id", "cached_tokens", b"cached_tokens", "decode_worker_id", b"decode_worker_id", "is_chosen", b"is_chosen", "meets_targets", b"meets_targets", "prefill_worker_id", b"prefill_worker_id", "terms", b"terms", "total_s", b"total_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefill_worker_id: _TypeAlias = _typing.Literal["prefill_worker_id"]  # noqa: Y015
+    _WhichOneofArgType__prefill_worker_id: _TypeAlias = _typing.Literal["_prefill_worker_id", b"_prefill_worker_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_worker_id) -> _WhichOneofReturnType__prefill_worker_id | None: ...
+
+Global___ConsideredPair: _TypeAlias = ConsideredPair  # noqa: Y015
+
+@_typing.final
+class CostTerm(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostTerm: _TypeAlias = CostTerm  # noqa: Y015
 
 @_typing.final
 class WorkerAddress(_message.Message):

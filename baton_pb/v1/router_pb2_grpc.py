@@ -49,6 +49,11 @@ class RouterStub(object):
                 request_serializer=baton__pb_dot_v1_dot_router__pb2.GetRouterStatusRequest.SerializeToString,
                 response_deserializer=baton__pb_dot_v1_dot_router__pb2.RouterStatus.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Router/Explain',
+                request_serializer=baton__pb_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton__pb_dot_v1_dot_router__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class RouterServicer(object):
@@ -74,6 +79,13 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request went where it did. Only the last placements are remembered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.GetRouterStatus,
                     request_deserializer=baton__pb_dot_v1_dot_router__pb2.GetRouterStatusRequest.FromString,
                     response_serializer=baton__pb_dot_v1_dot_router__pb2.RouterStatus.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton__pb_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=baton__pb_dot_v1_dot_router__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class Router(object):
             '/baton.v1.Router/GetRouterStatus',
             baton__pb_dot_v1_dot_router__pb2.GetRouterStatusRequest.SerializeToString,
             baton__pb_dot_v1_dot_router__pb2.RouterStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Explain',
+            baton__pb_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            baton__pb_dot_v1_dot_router__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class RouterStub:
     SetWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.SetWorkersRequest, _router_pb2.SetWorkersReply]
     """The workers that exist now, all of them. The router watches each and forgets those not named."""
     GetRouterStatus: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetRouterStatusRequest, _router_pb2.RouterStatus]
+    Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainReply]
+    """Why a request went where it did. Only the last placements are remembered."""
 
 @_typing.type_check_only
 class RouterAsyncStub(RouterStub):
@@ -45,6 +47,8 @@ class RouterAsyncStub(RouterStub):
     SetWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.SetWorkersRequest, _router_pb2.SetWorkersReply]  # type: ignore[assignment]
     """The workers that exist now, all of them. The router watches each and forgets those not named."""
     GetRouterStatus: _aio.UnaryUnaryMultiCallable[_router_pb2.GetRouterStatusRequest, _router_pb2.RouterStatus]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainReply]  # type: ignore[assignment]
+    """Why a request went where it did. Only the last placements are remembered."""
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -69,5 +73,13 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GetRouterStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouterStatus, _abc.Awaitable[_router_pb2.RouterStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _router_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ExplainReply, _abc.Awaitable[_router_pb2.ExplainReply]]:
+        """Why a request went where it did. Only the last placements are remembered."""
 
 def add_RouterServicer_to_server(servicer: RouterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

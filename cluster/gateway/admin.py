@@ -7,18 +7,19 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton_pb.v1 import admin_pb2, admin_pb2_grpc
+from baton_pb.v1 import admin_pb2, admin_pb2_grpc, router_pb2
 from cluster.gateway.counts import Counts
 from cluster.gateway.inference import InferenceService
 from cluster.gateway.router_client import RouterClient, away
 from common.clock import Clock
-from common.errors import BatonError
+from common.errors import BatonError, NotFoundError
+from common.status import rpc_errors_to_status
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """GetStatus."""
+    """GetStatus and Explain."""
 
     def __init__(
         self,
@@ -36,6 +37,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._inference = inference
         self._clock = clock
         self._started_s = clock.now()
+
+    async def Explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainReply:
+        """Say why a request went where it did."""
+        async with rpc_errors_to_status(context):
+            reply = await self._router.explain(request.request_id)
+            if not reply.placements:
+                raise NotFoundError(f"the router does not remember a placement of request {request.request_id!r}")
+            return reply
 
     async def GetStatus(
         self,

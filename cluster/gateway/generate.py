@@ -121,6 +121,13 @@ class Generator:
                         use.finished(delta.finished.usage)
                     yield delta
 
+    async def explanation(self, request_id: str) -> router_pb2.ExplainReply:
+        """Return why a request went where it did; empty if the router cannot say."""
+        try:
+            return await self._router.explain(request_id)
+        except WorkerLostError:
+            return router_pb2.ExplainReply()
+
     def check_model(self, model: str) -> None:
         """Accept the served model's name, or none, from a caller who may use it.
 
@@ -214,14 +221,14 @@ class Generator:
         self, prepared: _Prepared, progress: Progress, reservation: Reservation, deadline_s: float
     ) -> AsyncGenerator[Delta, None]:
         """Start the sequence on its decode worker and hand out what comes, until its end."""
-        placement = reservation.placement
+        placement, placed_s = reservation.placement, self._clock.now()
         start = self._start_request(prepared, progress, placement, deadline_s)
         stream = self._workers.start(placement.decode_worker_id, placement.decode_address, start)
         try:
             while True:
                 tokens, summary = await self._next(stream)
-                if tokens:
-                    reservation.first_token()
+                if tokens and reservation.first_token():
+                    self._metrics.predicted(placement.predicted_ttft_s, self._clock.now() - placed_s)
                 delta = progress.take(tokens)
                 if progress.stopped and summary is None:
                     yield delta
@@ -229,6 +236,9 @@ class Generator:
                     summary = await stream.stop() or worker_pb2.SequenceFinished()
                 if summary is not None:
                     self._counts.transports.update([summary.transport] if summary.transport else [])
+                    travelled = placement.HasField("prefill") and len(progress.token_ids) > 1
+                    exposed_s = summary.transfer_exposed_s if travelled else None
+                    reservation.finished(len(progress.token_ids), exposed_s)
                     yield progress.finish(summary, placement, delta)
                     return
                 yield delta

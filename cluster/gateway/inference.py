@@ -13,6 +13,7 @@ from cluster.gateway.bugs import bugs_to_errors
 from cluster.gateway.chat import check_chat
 from cluster.gateway.choices import Piece, choices_of, pieces_of
 from cluster.gateway.deadline import deadline
+from cluster.gateway.explained import explanation_metadata, wants_explanation
 from cluster.gateway.generate import Generator
 from cluster.gateway.parsing.interface import CallPiece
 from cluster.gateway.permissions import may_use
@@ -48,6 +49,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ):
             async for piece in pieces:
                 await context.write(_response(request_id, piece))
+            if wants_explanation(context.invocation_metadata()):
+                context.set_trailing_metadata(explanation_metadata(await self._generator.explanation(request_id)))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context

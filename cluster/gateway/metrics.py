@@ -17,6 +17,7 @@ class Metrics:
     def __init__(self, counts: Counts, uses: Uses, clock: Clock) -> None:
         self.ttft = Histogram(telemetry.TTFT)
         self.itl = Histogram(telemetry.ITL)
+        self._prediction = Histogram(telemetry.PREDICTION)
         self.http_responses: Counter[tuple[str, int]] = Counter()
         """By path and code."""
         self.http_connections = 0
@@ -38,6 +39,11 @@ class Metrics:
             self._prompt_tokens += delta.finished.usage.prompt_tokens
             self._cached_tokens += delta.finished.usage.cached_tokens
 
+    def predicted(self, predicted_s: float, observed_s: float) -> None:
+        """Compare a first token's time with what was predicted; 0: nothing was."""
+        if predicted_s > 0:
+            self._prediction.observe(observed_s / predicted_s)
+
     def page(self) -> str:
         """Return everything in Prometheus' text format."""
         counts = self._counts
@@ -55,6 +61,7 @@ class Metrics:
                 Sample(telemetry.CACHED_TOKENS, self._cached_tokens),
                 Sample(telemetry.OUTPUT_TOKENS, self._output_tokens),
                 Sample(telemetry.TTFT, self.ttft),
+                Sample(telemetry.PREDICTION, self._prediction),
                 Sample(telemetry.ITL, self.itl),
                 *(Sample(telemetry.HTTP_RESPONSES, number, (path, str(code))) for (path, code), number in responses),
                 Sample(telemetry.HTTP_CONNECTIONS, self.http_connections),

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -60,6 +60,14 @@ class Wanted:
     """It was placed before, and its worker failed."""
 
 
+class Finished(NamedTuple):
+    """How a request went that was answered to its end."""
+
+    output_tokens: int
+    transfer_exposed_s: float | None
+    """None: its KV did not travel."""
+
+
 class Reservation:
     """A placement, and this gateway's duty to release it."""
 
@@ -72,19 +80,30 @@ class Reservation:
         self._wanted = wanted
         self._is_prefilled = False
         self._is_released = False
+        self._finished: Finished | None = None
 
-    def first_token(self) -> None:
-        """Tell the router that prefill is over. Further calls do nothing."""
-        if not self._is_prefilled and not self._is_released:
-            self._is_prefilled = True
-            seen = router_pb2.FirstTokenSeen(reservation_id=self.reservation_id)
-            self._client.send(router_pb2.RouterCommand(first_token=seen))
+    def first_token(self) -> bool:
+        """Tell the router that prefill is over. Further calls do nothing.
+
+        Returns:
+            Whether this was the first one.
+        """
+        if self._is_prefilled or self._is_released:
+            return False
+        self._is_prefilled = True
+        seen = router_pb2.FirstTokenSeen(reservation_id=self.reservation_id)
+        self._client.send(router_pb2.RouterCommand(first_token=seen))
+        return True
+
+    def finished(self, output_tokens: int, transfer_exposed_s: float | None) -> None:
+        """Note how a request went that was answered to its end; the router learns it at the release."""
+        self._finished = Finished(output_tokens, transfer_exposed_s)
 
     def release(self) -> None:
         """Give it back. Further calls do nothing."""
         if not self._is_released:
             self._is_released = True
-            self._client.released(self)
+            self._client.released(self, self._finished)
 
     def hold(self) -> router_pb2.HoldRequest:
         """Return the message that makes a new router count it."""
@@ -169,6 +188,16 @@ class RouterClient:
         with typed_rpc_errors():
             return await self._stub.GetRouterStatus(router_pb2.GetRouterStatusRequest(), timeout=_STATUS_TIMEOUT_S)
 
+    async def explain(self, request_id: str) -> router_pb2.ExplainReply:
+        """Return why a request went where it did.
+
+        Raises:
+            WorkerLostError: the router is away.
+        """
+        with typed_rpc_errors():
+            request = router_pb2.ExplainRequest(request_id=request_id)
+            return await self._stub.Explain(request, timeout=_STATUS_TIMEOUT_S)
+
     async def run(self) -> None:
         """Keep the session open until cancelled. There is no limit to the tries: nothing works without a router."""
         pause_s = _RETRY_FIRST_S
@@ -202,10 +231,10 @@ class RouterClient:
             # A router that does not read is as good as gone: its session ends, and with it all reservations on it.
             self._call.cancel()
 
-    def released(self, reservation: Reservation) -> None:
+    def released(self, reservation: Reservation, finished: Finished | None) -> None:
         """Give a reservation back; it calls this itself."""
         del self._live[reservation.reservation_id]
-        self._send_release(reservation.reservation_id)
+        self._send_release(reservation.reservation_id, finished)
 
     @property
     def num_reservations(self) -> int:
@@ -234,8 +263,12 @@ class RouterClient:
         self._live[reservation_id] = reservation
         return reservation
 
-    def _send_release(self, reservation_id: str) -> None:
-        release = router_pb2.ReleaseRequest(reservation_id=reservation_id)
+    def _send_release(self, reservation_id: str, finished: Finished | None = None) -> None:
+        release = router_pb2.ReleaseRequest(
+            reservation_id=reservation_id,
+            output_tokens=None if finished is None else finished.output_tokens,
+            transfer_exposed_s=None if finished is None else finished.transfer_exposed_s,
+        )
         self.send(router_pb2.RouterCommand(release=release))
 
     async def _wait(self, event: asyncio.Event, deadline: float, trouble: str) -> None:

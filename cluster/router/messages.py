@@ -144,6 +144,7 @@ def placement_to_pb(placement: Placement) -> router_pb2.WorkerPlacement:
         decode_hit_blocks=placement.decode_hit_blocks,
         prefill_hit_blocks=placement.prefill_hit_blocks,
         reason=placement.reason,
+        predicted_ttft_s=placement.predicted_ttft_s,
         prefix_holder=None
         if holder is None
         else worker_pb2.PrefixHolder(

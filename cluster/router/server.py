@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
+from cluster.router.explain import explanations_to_pb
 from cluster.router.front import Front
 from cluster.router.messages import cluster_facts, info_from_pb, worker_to_pb
 from cluster.router.policies.registry import POLICIES
@@ -93,6 +94,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.RouterStatus:
         """Say what is known."""
         return self.status()
+
+    async def Explain(
+        self,
+        request: router_pb2.ExplainRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> router_pb2.ExplainReply:
+        """Say why a request went where it did."""
+        return explanations_to_pb(self._router.explanations.of(request.request_id), self._router.policy.name)
 
     async def set_workers(self, workers: Iterable[router_pb2.WorkerAddress]) -> None:
         """Follow these workers and forget all others.

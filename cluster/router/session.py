@@ -47,7 +47,7 @@ class GatewaySession:
                     reservation.first_token()
                     self._front.pump()
             case "release":
-                self._release(command.release.reservation_id)
+                self._release(command.release)
             case "hold":
                 self._hold(command.hold)
             case "attach" | None:
@@ -100,13 +100,16 @@ class GatewaySession:
             reply.placement.CopyFrom(placement_to_pb(answer.placement))
         self.send(reply)
 
-    def _release(self, reservation_id: str) -> None:
+    def _release(self, request: router_pb2.ReleaseRequest) -> None:
+        reservation_id = request.reservation_id
         if reservation_id in self._waiting:
             self._waiting.discard(reservation_id)
             self._front.withdraw(self._key(reservation_id))
         elif reservation := self._get(reservation_id):
             del self._reservations[reservation_id]
-            reservation.release()
+            if request.HasField("output_tokens"):
+                self._front.router.finished(request.output_tokens)
+            reservation.release(request.transfer_exposed_s if request.HasField("transfer_exposed_s") else None)
             self._front.pump()
 
     def _hold(self, request: router_pb2.HoldRequest) -> None:

@@ -44,6 +44,9 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     def GetRouterStatus(self, request: object, context: object) -> NoReturn:  # noqa: N802
         raise NotImplementedError
 
+    def Explain(self, request: object, context: object) -> NoReturn:  # noqa: N802
+        raise NotImplementedError
+
 
 class FakeProcess:
     """A process that does what the test says."""

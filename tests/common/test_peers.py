@@ -38,6 +38,9 @@ class _Service(router_pb2_grpc.RouterServicer):
     async def SetWorkers(self, request: Any, context: Any) -> router_pb2.SetWorkersReply:
         return router_pb2.SetWorkersReply()
 
+    async def Explain(self, request: Any, context: Any) -> router_pb2.ExplainReply:
+        return router_pb2.ExplainReply()
+
 
 @pytest.fixture(autouse=True)
 def _forgets() -> Iterator[None]:

@@ -34,4 +34,4 @@ def test_names_end_with_their_unit_and_are_unique() -> None:
     for metric in metrics:
         assert metric.name.startswith("baton_")
         assert metric.name.endswith("_total") == (metric.kind == "counter")
-        assert metric.name.endswith("_seconds") == (metric.kind == "histogram")
+        assert metric.name.endswith(("_seconds", "_ratio")) == (metric.kind == "histogram")

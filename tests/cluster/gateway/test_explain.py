@@ -1,0 +1,148 @@
+"""A placement says why: to operators by request id, and to a client that asks in its own answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_pb.v1 import router_pb2
+from cluster.commands.explain import explanations_json, headline
+from cluster.gateway.explained import ANSWER_KEY, ASK_KEY, explanation_metadata, wants_explanation
+from common.errors import NotFoundError
+from common.status import typed_rpc_errors
+from tests.cluster.fake_cluster import LIMIT_S, FakeCluster, fake_cluster, request, run
+
+
+async def explained(cluster: FakeCluster, request_id: str) -> router_pb2.ExplainReply:
+    with typed_rpc_errors():
+        reply: router_pb2.ExplainReply = await cluster.admin.Explain(
+            router_pb2.ExplainRequest(request_id=request_id), timeout=LIMIT_S, metadata=cluster.metadata
+        )
+    return reply
+
+
+def test_a_request_is_explained_by_its_id(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="cost") as cluster:
+            asked = request(max_tokens=3)
+            asked.request_id = "mine"
+            await cluster.ask(asked)
+
+            reply = await explained(cluster, "mine")
+
+            (placement,) = reply.placements
+            assert (placement.policy, placement.decode_worker_id, placement.prefill_worker_id) == ("cost", "d0", "p0")
+            chosen = [pair for pair in placement.considered if pair.is_chosen]
+            assert len(chosen) == 1
+            assert chosen[0].total_s == pytest.approx(sum(term.seconds for term in chosen[0].terms))
+            assert chosen[0].total_s == min(pair.total_s for pair in placement.considered)
+            assert placement.predicted_ttft_s > 0
+            assert placement.observed_ttft_s > 0
+            with pytest.raises(NotFoundError, match="does not remember a placement of request 'other'"):
+                await explained(cluster, "other")
+
+    run(scenario())
+
+
+def test_another_policy_tells_the_estimate_of_what_it_chose(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="round_robin") as cluster:
+            asked = request(max_tokens=1)
+            asked.request_id = "mine"
+            await cluster.ask(asked)
+
+            (placement,) = (await explained(cluster, "mine")).placements
+
+            assert (placement.policy, placement.reason) == ("round_robin", "round_robin: turn 1")
+            assert [pair.is_chosen for pair in placement.considered] == [True]
+
+    run(scenario())
+
+
+def test_a_client_that_asks_finds_it_in_the_trailing_metadata_and_nobody_else_does(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="cost") as cluster:
+            asking = cluster.stub.Generate(
+                request(max_tokens=2), timeout=LIMIT_S, metadata=(*cluster.metadata, (ASK_KEY, "1"))
+            )
+            responses = [response async for response in asking]
+            told = dict(await asking.trailing_metadata())
+            silent = cluster.call(request(max_tokens=2))
+            async for _ in silent:
+                pass
+
+            (placement,) = json.loads(told[ANSWER_KEY])["placements"]
+            assert placement["request_id"] == responses[0].request_id
+            assert placement["decode_worker_id"] == "d0"
+            assert ANSWER_KEY not in dict(await silent.trailing_metadata())
+
+    run(scenario())
+
+
+def test_the_gateway_measures_how_well_the_first_token_was_predicted(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="cost") as cluster:
+            await cluster.ask(request(max_tokens=5))
+
+            page = await metrics(cluster)
+
+            assert "baton_gateway_ttft_prediction_ratio_count 1" in page
+
+    run(scenario())
+
+
+async def metrics(cluster: FakeCluster) -> str:
+    async with httpx.AsyncClient(timeout=LIMIT_S) as client:
+        return (await client.get(f"http://{cluster.gateway.http_address}/metrics")).text
+
+
+def big_reply(num_pairs: int) -> router_pb2.ExplainReply:
+    pairs = [
+        router_pb2.ConsideredPair(
+            decode_worker_id=f"decode-{number}",
+            prefill_worker_id=f"prefill-{number}",
+            is_chosen=number == 3,
+            total_s=0.1,
+            terms=[router_pb2.CostTerm(name=f"term_{i}", seconds=i / 7) for i in range(11)],
+        )
+        for number in range(num_pairs)
+    ]
+    placement = router_pb2.PlacementExplanation(request_id="räksmörgås", policy="cost", considered=pairs)
+    return router_pb2.ExplainReply(placements=[placement])
+
+
+@pytest.mark.parametrize(("num_pairs", "told"), [(4, 4), (200, 1)])
+def test_the_metadata_stays_within_what_grpc_lets_through(num_pairs: int, told: int) -> None:
+    ((key, text),) = explanation_metadata(big_reply(num_pairs))
+
+    assert key == ANSWER_KEY
+    assert len(text) < 8000
+    assert text.isascii()
+    (placement,) = json.loads(text)["placements"]
+    assert placement["request_id"] == "räksmörgås"
+    assert len(placement["considered"]) == told
+
+
+@pytest.mark.parametrize(
+    ("metadata", "wants"),
+    [(None, False), ((), False), (((ASK_KEY, "1"),), True), (((ASK_KEY, "0"),), False), ((("other", "1"),), False)],
+)
+def test_only_the_key_asks(metadata: Any, wants: bool) -> None:
+    assert wants_explanation(metadata) == wants
+
+
+def test_the_command_shows_what_was_chosen() -> None:
+    reply = big_reply(5)
+    reply.placements[0].decode_worker_id = "decode-3"
+    reply.placements[0].predicted_ttft_s = 0.25
+
+    (shown,) = explanations_json(reply)
+
+    assert [pair["is_chosen"] for pair in shown["considered"]] == [False, False, False, True, False]
+    assert shown["observed_ttft"] is None
+    assert headline(reply.placements[0]) == (
+        "räksmörgås: local prefill -> decode-3, by cost; first token 250 ms after the placement predicted, "
+        "not yet observed"
+    )
