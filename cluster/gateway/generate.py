@@ -99,6 +99,7 @@ class Generator:
         received_s = self._clock.now()
         caller = CALLER.get()
         with self._counts.request(), self._uses.of(caller).request(caller.rules) as use:
+            self._uses.check_share(caller, self._counts.running, self._config.running_max)
             self.check_model(message.model)
             request = for_caller(
                 request_from_pb(message, self.limits(), request_id, lambda: self._random.getrandbits(63)),

@@ -12,6 +12,8 @@ from common.clock import Clock
 from common.errors import InvalidRequestError, OverloadedError, WorkerLostError
 
 _RETRY_AFTER_S = 1.0
+_NEARLY_FULL = 0.75
+"""Share of a gateway's requests beyond which tenants are held to their shares."""
 
 
 class QuotaError(OverloadedError):
@@ -192,6 +194,27 @@ class Uses:
         if use is None:
             use = self._tenants[caller.name] = TenantUse(caller.name, self._clock)
         return use
+
+    def check_share(self, caller: Caller, num_running: int, running_max: int) -> None:
+        """Keep room for others: when a gateway is nearly full, a tenant may have its share of it and no more.
+
+        There is one share more than tenants with requests, for whoever comes next.
+
+        Args:
+            caller: who wants to start a request; anonymous ones cannot be told apart and have no shares.
+            num_running: requests of all tenants.
+            running_max: the most that may run.
+
+        Raises:
+            QuotaError: the tenant has its share.
+        """
+        if not caller.tenant or num_running <= _NEARLY_FULL * running_max:
+            return
+        use = self.of(caller)
+        num_active = sum(1 for other in self._tenants.values() if other.running and other is not use) + 1
+        share = max(1, running_max // (num_active + 1))
+        if use.running > share:  # this request is counted already
+            raise use.refused("share", f"{share} of {running_max} requests while this gateway is full", _RETRY_AFTER_S)
 
     def all(self) -> list[TenantUse]:
         """Return every tenant's that has called, by name."""

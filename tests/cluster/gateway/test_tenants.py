@@ -176,6 +176,39 @@ def test_requests_that_wait_are_bounded_for_each_tenant(model_dir: Path, keys: K
     run(scenario())
 
 
+@pytest.mark.parametrize("stage", ["no router", "prefill", "decode"])
+@pytest.mark.parametrize("ending", ["leaves", "deadline"])
+def test_a_request_that_ends_early_frees_its_tenants_place_wherever_it_is(
+    model_dir: Path, keys: Keys, stage: str, ending: str
+) -> None:
+    async def scenario() -> None:
+        key = keys.new("acme", concurrent_max=1, queued_max=1)
+        async with fake_cluster(model_dir, router_wait_s=LIMIT_S, **keys.settings) as cluster:
+            await cluster.ask(request("hello", max_tokens=1), key=key)
+            stuck = cluster.worker("p0" if stage == "prefill" else "d0")
+            stuck.may_step.clear()
+            if stage == "no router":
+                await cluster.router.stop()
+            call = cluster.call(request("hello"), 0.3 if ending == "deadline" else LIMIT_S, key)
+            reading = asyncio.create_task(call.read())
+            if ending == "leaves":
+                async with asyncio.timeout(LIMIT_S):
+                    while (await cluster.status()).gateway.running_requests != 1:  # noqa: ASYNC110 - seen from outside
+                        await asyncio.sleep(0.01)
+                call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            async with asyncio.timeout(LIMIT_S):
+                while (await cluster.status()).gateway.running_requests:  # noqa: ASYNC110 - seen from outside
+                    await asyncio.sleep(0.01)
+            if stage == "no router":
+                await cluster.restart_router()
+                await cluster.all_ready()
+            stuck.may_step.set()
+            assert len((await cluster.ask(request("hello", max_tokens=1), key=key)).token_ids) == 1
+
+    run(scenario())
+
+
 def test_an_answer_without_a_length_ends_where_the_tenants_may(model_dir: Path, keys: Keys) -> None:
     async def scenario() -> None:
         key = keys.new("acme", output_tokens_max=3)

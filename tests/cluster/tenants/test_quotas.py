@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_pb.v1 import common_pb2
-from cluster.tenants.callers import Caller
+from cluster.tenants.callers import ANONYMOUS, Caller
 from cluster.tenants.key_file import TenantRules
 from cluster.tenants.quotas import Bucket, QuotaError, RequestUse, TenantUse, Uses
 from common.clock import ManualClock
@@ -160,3 +160,38 @@ def test_tenants_are_counted_apart() -> None:
     first, second = uses.all()
     assert (first.name, first.prompt_tokens, first.cached_tokens, first.output_tokens) == ("one", 7, 3, 5)
     assert (second.name, second.requests_total, second.output_tokens) == ("two", 1, 0)
+
+
+def test_in_a_gateway_that_is_nearly_full_no_tenant_keeps_others_out() -> None:
+    uses, most = Uses(ManualClock()), 8
+    greedy, modest, third = (Caller(name, "0" * 12, False, rules()) for name in ("greedy", "modest", "third"))
+    running: list[Caller] = []
+
+    with ExitStack() as stack:
+
+        def start(caller: Caller) -> bool:
+            if len(running) == most:
+                return False
+            with ExitStack() as attempt:
+                attempt.enter_context(uses.of(caller).request(caller.rules))
+                try:
+                    uses.check_share(caller, len(running) + 1, most)
+                except QuotaError:
+                    return False
+                stack.enter_context(attempt.pop_all())
+                running.append(caller)
+                return True
+
+        assert [start(greedy) for _ in range(8)] == [True] * 6 + [False] * 2
+        assert start(modest)
+        assert not start(greedy)
+        assert start(third)
+        assert uses.of(greedy).refusals == {"share": 3}
+
+
+def test_requests_without_keys_fill_a_gateway() -> None:
+    uses = Uses(ManualClock())
+    with ExitStack() as stack:
+        for number in range(8):
+            stack.enter_context(uses.of(ANONYMOUS).request(ANONYMOUS.rules))
+            uses.check_share(ANONYMOUS, number + 1, 8)
