@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 
 from baton_pb.v1 import common_pb2, inference_pb2
-from cluster.client import Client, chat_request, fits_the_protocol
+from cluster.asking import chat_request, completion_request, fits_the_protocol
+from cluster.client import Client
 from cluster.commands import show
 
 _LONG_TEXT = (
@@ -46,8 +47,7 @@ def generate(
     """
     with client:
         if is_raw:
-            with fits_the_protocol("prompt"):
-                request = inference_pb2.GenerateRequest(text=prompt, sampling=params)
+            request = completion_request(prompt, params)
         else:
             turns = [] if system is None else [("system", system)]
             request = chat_request([*turns, ("user", prompt)], params)
