@@ -11,7 +11,7 @@ from cluster.asking import Answer, Retries, chat_request, completion_request
 from cluster.async_client import AsyncClient
 from cluster.client import Client
 from cluster.gateway.server import GatewayServer
-from common.config import GatewayConfig
+from common.config_doors import GatewayConfig
 from common.errors import (
     BatonError,
     ConfigError,
