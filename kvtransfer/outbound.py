@@ -60,6 +60,8 @@ class OutboundPeer:
         self._is_pumping = False
         self._loop = asyncio.get_running_loop()
         self._choice = CodecChoice(self._loop.time())
+        self._codec = RAW
+        """Of the last transfer."""
         self._hello: asyncio.Future[transfer_pb2.Hello] = self._new_hello()
         self._connection = FrameConnection(sock, self._on_frame, self._on_lost)
 
@@ -182,6 +184,12 @@ class OutboundPeer:
         if self._link.byte_sender is None:
             return None
         codec = self._choice.choose(terms.codec)
+        if codec != self._codec:
+            log(
+                logger, logging.INFO, "codec of transfers", worker_id=self._address.worker_id, codec=codec,
+                link_bytes_per_s=self._choice.link_rate,
+            )  # fmt: skip
+            self._codec = codec
         if codec == RAW and not terms.sealed:
             return None
         seal = Seal(terms.transfer_id, terms.secret) if terms.sealed else None
@@ -302,9 +310,11 @@ class OutboundPeer:
 
     def _on_ack(self, ack: transfer_pb2.Ack) -> None:
         self.last_ack = self._loop.time()
-        if num_bytes := self._push(ack.transfer_id).acknowledged(ack.seq):
+        push = self._push(ack.transfer_id)
+        if num_bytes := push.acknowledged(ack.seq):
             self._greeter.counters.moved(self._address.worker_id, self.transport, num_bytes)
-            self._choice.arrived(num_bytes, self._inflight_bytes == 0, self.last_ack)
+            is_compressed = push.coding is not None and push.coding.codec.name == LOSSLESS
+            self._choice.arrived(num_bytes, is_compressed, self._inflight_bytes == 0, self.last_ack)
 
     def _on_abort(self, abort: transfer_pb2.Abort) -> None:
         """Fail the push, which answers, unless this is itself the answer to its Abort."""

@@ -1,5 +1,7 @@
 """Choosing a codec that loses nothing for one link, by what was measured of the link and of the codec."""
 
+import math
+
 from kvtransfer.codecs.registry import AUTO, RAW
 
 LOSSLESS = "lossless"
@@ -13,7 +15,9 @@ TRIAL_BELOW = 400e6
 TRIAL_EVERY = 64
 """Transfers after which what is known of a codec that was not worth it is forgotten: contents differ."""
 _WEIGHT = 0.3
-"""Of the newest measurement."""
+"""Of the newest measurement of a rate."""
+_MEMORY_S = 5.0
+"""How far back a link's being busy matters."""
 
 
 class CodecChoice:
@@ -28,7 +32,7 @@ class CodecChoice:
         self._ratio = 1.0
         self._busy_since: float | None = None
         self._busy_bytes = 0
-        self._idle_since = now
+        self._seen_until = now
         self._num_chosen = 0
 
     def sent(self, now: float) -> None:
@@ -36,19 +40,19 @@ class CodecChoice:
         if self._busy_since is None:
             self._busy_since, self._busy_bytes = now, 0
 
-    def arrived(self, wire_bytes: int, is_idle: bool, now: float) -> None:
-        """Note that a piece was acknowledged, of so many bytes on the wire; whether nothing else is under way."""
+    def arrived(self, num_bytes: int, is_compressed: bool, is_idle: bool, now: float) -> None:
+        """Note that a piece was acknowledged: its bytes in the pool, and whether nothing else is under way."""
         if self._busy_since is None:
             return
-        self._busy_bytes += wire_bytes
+        self._busy_bytes += round(num_bytes / self._ratio) if is_compressed else num_bytes
         if not is_idle and self._busy_bytes < 4 * MEASURED_BYTES_MIN:
             return
         busy = max(now - self._busy_since, 1e-6)
-        share = busy / max(now - self._idle_since, busy)
-        self.busy_share += _WEIGHT * (share - self.busy_share)
+        span = max(now - self._seen_until, busy)
+        self.busy_share += (1 - math.exp(-span / _MEMORY_S)) * (busy / span - self.busy_share)
         if self._busy_bytes >= MEASURED_BYTES_MIN:
             self.link_rate = _mixed(self.link_rate, self._busy_bytes / busy)
-        self._busy_since, self._busy_bytes, self._idle_since = None if is_idle else now, 0, now
+        self._busy_since, self._busy_bytes, self._seen_until = None if is_idle else now, 0, now
 
     def coded(self, raw_bytes: int, encoded_bytes: int, seconds: float) -> None:
         """Note what `lossless` made of a piece."""
