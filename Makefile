@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
-.PHONY: bench-simulator bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
+.PHONY: bench-simulator bench-conversations bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -56,6 +56,9 @@ lock: install
 
 bench-router: install
 	$(BIN)/python -m loadtest.bench.router $(BENCH_ARGS)
+
+bench-conversations: install
+	$(BIN)/python -m loadtest.bench.conversations $(BENCH_ARGS)
 
 bench-simulator: install
 	$(BIN)/python -m loadtest.bench.simulator $(BENCH_ARGS)
