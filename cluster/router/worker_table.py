@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cluster.router.backlog import Prompt
 from cluster.router.question import Candidate, Group
@@ -147,7 +147,11 @@ class Worker:
 
     def take_report(self, load: WorkerLoad, now: float) -> None:
         """Take the worker's own word for its load; what is placed from now on is added to it."""
-        before, self.load, self._reported_at = self.load.steps, load, replace(self.account)
+        account = self.account
+        before, self.load = self.load.steps, load
+        self._reported_at = Account(
+            account.reservations, account.queued_tokens, account.num_tokens, account.prompt_tokens
+        )
         if load.steps is not None:
             if self._learner.report(load.steps):
                 self.candidate.model = self._learner.model

@@ -65,7 +65,7 @@ class SimulatedCluster:
             raise ConfigError("a cluster needs a decode worker or one of role `both`")
         config = RouterConfig()
         ahead_s = config.prefill_ahead_s if shape.admission else math.inf
-        self.router = Router(POLICIES[shape.policy](), Random(f"router/{seed}"), timeline.clock, ahead_s)
+        self.router = Router(POLICIES[shape.policy](), Random(f"router/{seed}"), timeline, ahead_s)
         self.front = Front(self.router, config, self._arm)
         self._alarm_at = math.inf
         self._profile = profile
@@ -101,6 +101,11 @@ class SimulatedCluster:
         job.first_token = self._timeline.now()
         self._reservations[job].first_token()
         self.front.pump()
+
+    def start_prefill(self, job: Job) -> None:
+        """Send the prompt to its prefill worker."""
+        start = partial(self._fetch, job, partial(self._prefill[job.prefill_worker].add, job))
+        self._timeline.after(self._profile.hop_s, start)
 
     def on_pushed(self, job: Job) -> None:
         """Let the sequence decode."""
@@ -202,7 +207,7 @@ class SimulatedCluster:
             job.holder, job.fetched_blocks = placement.holder.worker_id, placement.holder_blocks
         if placement.prefill is not None:
             job.prefill_worker = placement.prefill.worker_id
-            job.start_prefill = partial(self._start_prefill, job)
+            job.is_remote = True
         start = partial(self._decode[job.decode_worker].add, job)
         if placement.prefill is None:
             start = partial(self._fetch, job, start)
@@ -218,10 +223,6 @@ class SimulatedCluster:
     def _expire(self) -> None:
         self._alarm_at = math.inf
         self.front.expire()
-
-    def _start_prefill(self, job: Job) -> None:
-        start = partial(self._fetch, job, partial(self._prefill[job.prefill_worker].add, job))
-        self._timeline.after(self._profile.hop_s, start)
 
     def _fetch(self, job: Job, then: Callable[[], None]) -> None:
         """Let the holder of a prompt's beginning push it to the worker that prefills, if it still has it."""

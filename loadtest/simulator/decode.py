@@ -21,6 +21,10 @@ from loadtest.simulator.stretch import Stretch
 class DecodeEvents(Protocol):
     """Who is told of a decode worker's doings."""
 
+    def start_prefill(self, job: Job) -> None:
+        """There are blocks for a prompt that another worker prefills."""
+        ...
+
     def on_first_token(self, job: Job) -> None:
         """The first token was sampled here."""
         ...
@@ -93,7 +97,7 @@ class DecodeWorker:
             limit = self._profile.pool_blocks
             self._events.on_failed(job, InvalidRequestError(f"{self._num_blocks(job)} blocks, the pool has {limit}"))
             return
-        if job.start_prefill is None:
+        if not job.is_remote:
             self.queued_tokens += job.num_prompt
         self._waiting.append(job)
         self._admit()
@@ -118,8 +122,7 @@ class DecodeWorker:
         block_tokens = self._profile.block_tokens
         while self._waiting and self._num_admitted < self._profile.running_max:
             job = self._waiting[0]
-            is_local = job.start_prefill is None
-            names = job.reusable_names(block_tokens) if is_local else job.prompt_names(block_tokens)
+            names = job.prompt_names(block_tokens) if job.is_remote else job.reusable_names(block_tokens)
             job.decode_lease = self.pool.reserve(names, self._num_blocks(job))
             if job.decode_lease is None:
                 break
@@ -127,8 +130,8 @@ class DecodeWorker:
             self._num_admitted += 1
             held = len(job.decode_lease.names) * block_tokens
             job.num_sent = held
-            if job.start_prefill is not None:
-                job.start_prefill()
+            if job.is_remote:
+                self._events.start_prefill(job)
                 continue
             job.num_computed = job.num_cached = held
             self.queued_tokens -= held

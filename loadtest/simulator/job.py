@@ -1,6 +1,6 @@
 """One request on its way through the simulated cluster."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.service_level import ORDINARY, ServiceLevel
@@ -26,8 +26,8 @@ class Job:
     sent: float
     level: ServiceLevel = ORDINARY
     """What the client asks of the service."""
-    start_prefill: Callable[[], None] | None = None
-    """Sends the prompt to its prefill worker; None: the decode worker prefills."""
+    is_remote: bool = False
+    """It has a prefill worker; otherwise the decode worker prefills."""
     prefill_worker: str = ""
     decode_worker: str = ""
     num_computed: int = 0
