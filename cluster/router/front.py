@@ -122,7 +122,8 @@ class Front:
         return len(self._waiting)
 
     def check(self) -> None:
-        """Assert that those that wait are those in the queue. For tests."""
+        """Assert that those that wait are those in the queue, and that the full are counted. For tests."""
+        assert self.router.workers.fulls.count == sum(row.candidate.is_full for row in self.router.workers)
         assert {claim.key for claim in self._admission} == set(self._waiting)
         self.router.check()
 

@@ -1,9 +1,18 @@
 """Which workers have room: a full one gets nothing while another that could take it is not. Pure."""
 
+from dataclasses import dataclass
+
 from cluster.router.question import Candidate, Group
 
 AHEAD_S = 2.0
 """Prefill that a worker is given ahead before it is full; see RouterConfig.prefill_ahead_s."""
+
+
+@dataclass(slots=True)
+class Fulls:
+    """How many workers of a table are full: mostly none, and then nobody need be looked at."""
+
+    count: int = 0
 
 
 def has_room(decode: Group, prefill: Group) -> bool:

@@ -96,7 +96,9 @@ class Router:
 
     def has_room(self) -> bool:
         """Whether a request that is placed now goes to workers that are not full. True also when there are none."""
-        return has_room(self.workers.ready(*_DECODERS).candidates, self.workers.ready(Role.PREFILL).candidates)
+        return not self.workers.fulls.count or has_room(
+            self.workers.ready(*_DECODERS).candidates, self.workers.ready(Role.PREFILL).candidates
+        )
 
     def expected_output(self, request: PlacementRequest) -> float:
         """Return how many tokens its answer will have, by those of late."""
@@ -229,7 +231,9 @@ class Router:
     # Inside.
 
     def _question(self, request: PlacementRequest, heat: Callable[[Sequence[bytes], Hits, float], Hot]) -> Question:
-        decode, prefill = those_with_room(self._decoders(request), self._prefillers(request))
+        decode, prefill = self._decoders(request), self._prefillers(request)
+        if self.workers.fulls.count:
+            decode, prefill = those_with_room(decode, prefill)
         now = self.now()
         hits = self.index.find(request.hashes)
         deepest = hits.in_pool[-1] if hits.in_pool else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.router.backlog import Prompt
 from cluster.router.question import Candidate, Group
-from cluster.router.room import AHEAD_S
+from cluster.router.room import AHEAD_S, Fulls
 from cluster.router.step_model import StepLearner, StepTotals
 
 _AHEAD_MIN = 2
@@ -107,6 +107,8 @@ class Worker:
     elders: StepLearner | None = None
     """What the whole cluster has learned."""
     ahead_s: float = AHEAD_S
+    fulls: Fulls = field(default_factory=Fulls)
+    """Counts it while it is full."""
     candidate: Candidate = field(init=False)
     _learner: StepLearner = field(init=False)
     _reported_at: Account = field(default_factory=Account)
@@ -199,7 +201,17 @@ class Worker:
             candidate.used_tokens = max(0, used, now.prompt_tokens if load.waiting_sequences else 0)
             candidate.free_tokens = load.free_blocks * block_tokens
         candidate.step_s = candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens)
-        candidate.is_full = self._is_full()
+        self._mark(self._is_full())
+
+    def leave(self) -> None:
+        """The row leaves the table: from now on it counts for itself, as what was placed there ends."""
+        self._mark(is_full=False)
+        self.fulls = Fulls()
+
+    def _mark(self, is_full: bool) -> None:
+        if self.candidate.is_full != is_full:
+            self.candidate.is_full = is_full
+            self.fulls.count += 1 if is_full else -1
 
     def _is_full(self) -> bool:
         backlog = self.candidate.backlog
@@ -253,6 +265,7 @@ class WorkerTable:
     """
 
     def __init__(self, ahead_s: float = AHEAD_S) -> None:
+        self.fulls = Fulls()
         self._ahead_s = ahead_s
         self._workers: dict[str, Worker] = {}
         self._elders = StepLearner()
@@ -275,10 +288,10 @@ class WorkerTable:
         left = [worker_id for worker_id, row in self._workers.items() if wanted.get(worker_id) != row.info]
         self._ready.clear()
         for worker_id in left:
-            del self._workers[worker_id]
+            self._workers.pop(worker_id).leave()
         new = [info for worker_id, info in wanted.items() if worker_id not in self._workers]
         for info in new:
-            self._workers[info.worker_id] = Worker(info, elders=self._elders, ahead_s=self._ahead_s)
+            self._workers[info.worker_id] = Worker(info, elders=self._elders, ahead_s=self._ahead_s, fulls=self.fulls)
         return new, left
 
     def move(self, worker: Worker, state: State, reason: str = "") -> None:

@@ -200,6 +200,20 @@ def test_who_waits_until_its_deadline_or_the_longest_wait_is_refused() -> None:
     assert door.front.next_end_s is None
 
 
+def test_a_full_worker_that_leaves_takes_its_fullness_with_it() -> None:
+    door = Door(*(WorkerInfo(f"d{number}", f"h:{number}", Role.DECODE) for number in range(2)))
+    for number in range(2 * ROOM):
+        door.ask(f"r{number}")
+    assert door.ask("waits") is True
+
+    door.router.set_workers(door.infos[:1])
+    for number in range(2 * ROOM):
+        door.release(f"r{number}")
+
+    door.front.check()
+    assert door.worker_of("waits") == "d0"
+
+
 def test_when_the_last_worker_is_lost_those_that_wait_hear_of_it() -> None:
     door = Door()
     for number in range(ROOM + 1):
