@@ -255,6 +255,28 @@ def test_a_small_window_slows_but_completes(make_real_pair: MakePair) -> None:
     asyncio.run(test())
 
 
+def test_a_prompt_of_128k_tokens_moves_by_chunks_and_layers(make_real_pair: MakePair) -> None:
+    """8,192 blocks of 16 tokens: thousands of blocks in a frame, block tables in any order."""
+
+    async def test() -> None:
+        layout = SMALL_LAYOUT._replace(block_tokens=16)
+        count = 128 * 1024 // layout.block_tokens
+        async with asyncio.timeout(60), make_real_pair(num_blocks=count, layout=layout) as pair:
+            targets = [(block * 5 + 3) % count for block in range(count)]
+            sources = [(block * 7 + 1) % count for block in range(count)]
+            landing = pair.receiver.grant(targets, 0)
+            push = await pair.sender.open_push(landing.ticket)
+            for first in range(0, count - 1024, 1024):
+                push.announce(first, sources[first : first + 1024])
+            for layer in range(layout.num_layers):
+                push.announce(count - 1024, sources[count - 1024 :], range(layer, layer + 1))
+            await asyncio.gather(push.finish(), landing.landed())
+            for index in range(count):
+                assert pair.target.block(targets[index]) == pair.source.block(sources[index])
+
+    asyncio.run(test())
+
+
 def test_aborted_pushes_give_their_window_back(make_real_pair: MakePair) -> None:
     async def test() -> None:
         async with asyncio.timeout(20), make_real_pair(inflight_bytes_max=2 * BLOCK_BYTES) as pair:
