@@ -4,6 +4,7 @@ import bisect
 from typing import NamedTuple
 
 from common.errors import InvalidRequestError, OverloadedError
+from decode.chunk_budget import ChunkBudget
 from decode.stream import Phase, TokenStream
 from engine.engine import Engine
 
@@ -35,8 +36,13 @@ class DecodeScheduler:
     Blocks are taken here; the owner gives those of removed streams back. Owned by the decode loop.
     """
 
-    def __init__(self, engine: Engine, running_max: int, token_budget: int) -> None:
+    def __init__(
+        self, engine: Engine, running_max: int, token_budget: int, chunk_budget: ChunkBudget | None = None
+    ) -> None:
+        """Make an empty scheduler; `chunk_budget` further bounds the prompt tokens beside decodes."""
         self._engine = engine
+        self._chunk_budget = chunk_budget
+        self._num_scheduled_tokens = 0
         # So each admitted stream has a token in every step, whether it decodes or still prefills.
         self._seats = min(running_max, token_budget)
         self._token_budget = token_budget
@@ -73,6 +79,7 @@ class DecodeScheduler:
         """Queue a stream."""
         self._num_arrived += 1
         stream.number = self._num_arrived
+        stream.arrived_at = self._num_scheduled_tokens
         stream.phase = Phase.WAITING
         self.waiting.append(stream)
 
@@ -105,9 +112,11 @@ class DecodeScheduler:
         self._run(stream)
 
     def plan(self) -> StepPlan:
-        """Return the next step: one token of every decoding stream, then prompt chunks, oldest first.
+        """Return the next step: one token of every decoding stream, then prompt chunks, shortest remaining first.
 
-        At most `token_budget` tokens. Not to be called while a step runs: it may preempt.
+        At most `token_budget` tokens; beside decodes no more of a prompt than the chunk budget has. A prompt ages
+        as in prefill/scheduler.py: it is overtaken only until as many tokens as it has left have been computed.
+        Not to be called while a step runs: it may preempt.
         """
         chunks: list[PlannedChunk] = []
         preempted: list[TokenStream] = []
@@ -117,11 +126,14 @@ class DecodeScheduler:
             if is_decoding and self._grow(stream, preempted):
                 chunks.append(PlannedChunk(stream, 1))
         budget = self._token_budget - len(chunks)
-        for stream in self.running:
+        if chunks and self._chunk_budget is not None:
+            budget = min(budget, self._chunk_budget.tokens())
+        for stream in sorted(self.running, key=_rank):
             num_tokens = min(budget, stream.sequence.num_uncomputed)
             if stream.sequence.num_uncomputed > 1 and num_tokens > 0 and stream.sequence.is_ready:
                 chunks.append(PlannedChunk(stream, num_tokens))
                 budget -= num_tokens
+                self._num_scheduled_tokens += num_tokens
         return StepPlan(chunks, preempted)
 
     def _reserve(self, stream: TokenStream) -> bool:
@@ -184,6 +196,10 @@ class DecodeScheduler:
                 return self.running
             case Phase.ENDED:
                 raise AssertionError("the stream has ended")
+
+
+def _rank(stream: TokenStream) -> tuple[int, int]:
+    return stream.sequence.num_uncomputed + stream.arrived_at, stream.number
 
 
 def _number(stream: TokenStream) -> int:

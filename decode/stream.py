@@ -43,6 +43,8 @@ class TokenStream:
     """Who has blocks that the target may lack."""
     number: int = 0
     """Counts arrivals: the order of admission."""
+    arrived_at: int = 0
+    """Prompt tokens that had been scheduled here before it arrived."""
     phase: Phase = Phase.WAITING
     loading: Work | None = None
     """Brings blocks of its prefix into the pool; it is admitted after that."""

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from baton_pb.v1 import worker_pb2
 from common.errors import InvalidRequestError
+from decode.chunk_budget import LEAST_TOKENS, TRIAL_TOKENS, ChunkBudget
 from decode.scheduler import DecodeScheduler, StepPlan
 from decode.stream import Phase, TokenStream
 from engine.fake import FakeEngine
@@ -35,9 +36,15 @@ def stream_of(name: str, length: int, max_tokens: int = 8, is_remote: bool = Fal
 class Bench:
     """A scheduler, and an engine that computes nothing but keeps the books."""
 
-    def __init__(self, num_blocks: int = 100, running_max: int = 8, token_budget: int = 16) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 100,
+        running_max: int = 8,
+        token_budget: int = 16,
+        chunk_budget: ChunkBudget | None = None,
+    ) -> None:
         self.engine = FakeEngine(num_blocks=num_blocks)
-        self.scheduler = DecodeScheduler(self.engine, running_max, token_budget)
+        self.scheduler = DecodeScheduler(self.engine, running_max, token_budget, chunk_budget)
 
     def step(self) -> StepPlan:
         """Plan, compute, and let finished streams leave."""
@@ -73,9 +80,40 @@ def test_prompt_chunks_ride_along_with_decodes_under_the_budget() -> None:
         bench.scheduler.add(stream_of(name, length, start=start))
     bench.scheduler.admit()
 
-    assert names(bench.step()) == [("a", 4), ("b", 6)]
-    assert names(bench.step()) == [("a", 1), ("b", 9)]
-    assert names(bench.step()) == [("a", 1), ("b", 5), ("c", 4)]
+    assert names(bench.step()) == [("a", 4), ("c", 5), ("b", 1)]
+    assert names(bench.step()) == [("a", 1), ("c", 1), ("b", 8)]
+    assert names(bench.step()) == [("a", 1), ("c", 1), ("b", 8)]
+
+
+def test_a_long_prompt_is_overtaken_only_until_as_much_was_computed() -> None:
+    bench = Bench(num_blocks=500, running_max=50, token_budget=8)
+    bench.scheduler.add(long := stream_of("long", 40, max_tokens=1))
+    overtakers = 0
+    while long.phase is not Phase.ENDED:
+        bench.scheduler.add(stream_of(f"short-{overtakers}", 8, max_tokens=1, start=50 * overtakers + 50))
+        bench.scheduler.admit()
+        bench.step()
+        overtakers += 1
+
+    assert overtakers <= 2 * 40 // 8 + 1
+
+
+def test_beside_decodes_a_chunk_is_as_long_as_the_target_allows() -> None:
+    chunk_budget = ChunkBudget(0.1)
+    bench = Bench(num_blocks=500, token_budget=400, chunk_budget=chunk_budget)
+    bench.scheduler.add(stream_of("decodes", 4, max_tokens=100))
+    bench.scheduler.admit()
+    assert names(bench.step()) == [("decodes", 4)]
+    bench.scheduler.add(stream_of("prompt", 900, max_tokens=1, start=100))
+    bench.scheduler.admit()
+
+    assert names(bench.step()) == [("decodes", 1), ("prompt", TRIAL_TOKENS)]
+    chunk_budget.observe(1, 0, 0.05)
+    chunk_budget.observe(1, 100, 0.1)
+    assert names(bench.step()) == [("decodes", 1), ("prompt", 100)]
+    for _ in range(30):
+        chunk_budget.observe(1, 0, 0.2)
+    assert names(bench.step()) == [("decodes", 1), ("prompt", LEAST_TOKENS)]
 
 
 def test_no_more_are_admitted_than_may_run() -> None:
@@ -137,6 +175,7 @@ def test_what_cannot_fit_is_refused_with_need_and_limit() -> None:
     num_blocks=st.integers(8, 30),
     running_max=st.integers(1, 6),
     token_budget=st.integers(1, 12),
+    step_s=st.one_of(st.none(), st.floats(0.001, 1)),
     requests=st.lists(
         st.tuples(st.integers(1, 16), st.integers(1, 15), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12
     ),
@@ -146,10 +185,12 @@ def test_limits_hold_and_everyone_ends(
     num_blocks: int,
     running_max: int,
     token_budget: int,
+    step_s: float | None,
     requests: list[tuple[int, int, bool, int]],
     moves: list[str],
 ) -> None:
-    bench = Bench(num_blocks, running_max, token_budget)
+    chunk_budget = None if step_s is None else ChunkBudget(0.1)
+    bench = Bench(num_blocks, running_max, token_budget, chunk_budget)
     streams = [
         stream_of(str(number), length, max_tokens, is_remote, start)
         for number, (length, max_tokens, is_remote, start) in enumerate(requests)
@@ -170,6 +211,8 @@ def test_limits_hold_and_everyone_ends(
             plan = bench.step()
             assert sum(num_tokens for _, num_tokens in names(plan)) <= token_budget
             assert len(plan.chunks) <= running_max
+            if chunk_budget is not None and step_s is not None:
+                chunk_budget.observe(len(plan.chunks), sum(num_tokens for _, num_tokens in names(plan)), step_s)
         bench.engine.pool.check()
 
     assert all(stream.phase is Phase.ENDED for stream in streams)
