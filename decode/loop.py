@@ -21,7 +21,6 @@ from common.errors import (
 from common.logs import log
 from common.rpc import is_address
 from common.status import error_to_pb
-from decode.chunk_budget import ChunkBudget
 from decode.landing import LandingRun
 from decode.prefill_calls import PrefillCalls
 from decode.scheduler import DecodeScheduler, PlannedChunk
@@ -65,13 +64,11 @@ class DecodeLoop:
         self._loader = loader
         self._config = config
         self._clock = clock
-        self._chunk_budget = None if config.itl_target_s is None else ChunkBudget(config.itl_target_s)
-        self._scheduler = DecodeScheduler(engine, config.running_max, config.token_budget, self._chunk_budget)
+        self._scheduler = DecodeScheduler(engine, config.running_max, config.token_budget, config.itl_target_s)
         self._calls = PrefillCalls()
         self._sessions: dict[str, GatewaySession] = {}
         self._landings: dict[TokenStream, Work] = {}
         self._planned: list[PlannedChunk] = []
-        self._planned_s = 0.0
         self._num_streams = 0
         self._listeners: list[Callable[[], None]] = []
         self._counters: Counter[str] = Counter()
@@ -143,19 +140,15 @@ class DecodeLoop:
         for stream in plan.preempted:
             self._counters["preemptions_total"] += 1
             log(_logger, logging.INFO, "preempted", request_id=stream.request_id, worker_id=self._worker_id)
-        self._planned = plan.chunks
-        self._planned_s = now = self._clock.now()
+        self._planned, self._planned_s = plan.chunks, self._clock.now()
         for stream, _ in plan.chunks:
             if stream.chunk_started_s is None:
-                stream.chunk_started_s = now
+                stream.chunk_started_s = self._planned_s
         return [ScheduledChunk(stream.sequence, num_tokens) for stream, num_tokens in plan.chunks]
 
     def apply(self, batch: Seq[ScheduledChunk], outputs: Seq[TokenOutput | None]) -> None:
         """Take a step's results; those of streams that ended meanwhile are dropped."""
-        if self._chunk_budget is not None:
-            num_decodes = sum(chunk.num_tokens == 1 for chunk in batch)
-            num_prompt_tokens = sum(chunk.num_tokens for chunk in batch if chunk.num_tokens > 1)
-            self._chunk_budget.observe(num_decodes, num_prompt_tokens, self._clock.now() - self._planned_s)
+        self._scheduler.ran(self._planned, self._clock.now() - self._planned_s)
         for (stream, _), chunk, output in zip(self._planned, batch, outputs, strict=True):
             if stream.phase is Phase.ENDED:
                 continue

@@ -1,6 +1,7 @@
 """Which sequences hold blocks, and what the next step computes. Pure: no clock, no I/O."""
 
 import bisect
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from common.errors import InvalidRequestError, OverloadedError
@@ -36,12 +37,10 @@ class DecodeScheduler:
     Blocks are taken here; the owner gives those of removed streams back. Owned by the decode loop.
     """
 
-    def __init__(
-        self, engine: Engine, running_max: int, token_budget: int, chunk_budget: ChunkBudget | None = None
-    ) -> None:
-        """Make an empty scheduler; `chunk_budget` further bounds the prompt tokens beside decodes."""
+    def __init__(self, engine: Engine, running_max: int, token_budget: int, itl_target_s: float | None = None) -> None:
+        """Make an empty scheduler; the arguments are those of DecodeConfig."""
         self._engine = engine
-        self._chunk_budget = chunk_budget
+        self._chunk_budget = None if itl_target_s is None else ChunkBudget(itl_target_s)
         self._num_scheduled_tokens = 0
         # So each admitted stream has a token in every step, whether it decodes or still prefills.
         self._seats = min(running_max, token_budget)
@@ -135,6 +134,12 @@ class DecodeScheduler:
                 budget -= num_tokens
                 self._num_scheduled_tokens += num_tokens
         return StepPlan(chunks, preempted)
+
+    def ran(self, chunks: Seq[PlannedChunk], seconds: float) -> None:
+        """Note how long a step with these chunks took."""
+        if self._chunk_budget is not None:
+            sizes = [num_tokens for _, num_tokens in chunks]
+            self._chunk_budget.observe(sizes.count(1), sum(size for size in sizes if size > 1), seconds)
 
     def _reserve(self, stream: TokenStream) -> bool:
         """Take the cached prefix and blocks for the rest, and one token more, so that its first decode needs none."""

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from baton_pb.v1 import worker_pb2
 from common.errors import InvalidRequestError
-from decode.chunk_budget import LEAST_TOKENS, TRIAL_TOKENS, ChunkBudget
-from decode.scheduler import DecodeScheduler, StepPlan
+from decode.chunk_budget import LEAST_TOKENS, TRIAL_TOKENS
+from decode.scheduler import DecodeScheduler, PlannedChunk, StepPlan
 from decode.stream import Phase, TokenStream
 from engine.fake import FakeEngine
 from engine.sampling_params import SamplingParams
@@ -41,10 +41,10 @@ class Bench:
         num_blocks: int = 100,
         running_max: int = 8,
         token_budget: int = 16,
-        chunk_budget: ChunkBudget | None = None,
+        itl_target_s: float | None = None,
     ) -> None:
         self.engine = FakeEngine(num_blocks=num_blocks)
-        self.scheduler = DecodeScheduler(self.engine, running_max, token_budget, chunk_budget)
+        self.scheduler = DecodeScheduler(self.engine, running_max, token_budget, itl_target_s)
 
     def step(self) -> StepPlan:
         """Plan, compute, and let finished streams leave."""
@@ -99,20 +99,20 @@ def test_a_long_prompt_is_overtaken_only_until_as_much_was_computed() -> None:
 
 
 def test_beside_decodes_a_chunk_is_as_long_as_the_target_allows() -> None:
-    chunk_budget = ChunkBudget(0.1)
-    bench = Bench(num_blocks=500, token_budget=400, chunk_budget=chunk_budget)
-    bench.scheduler.add(stream_of("decodes", 4, max_tokens=100))
+    bench = Bench(num_blocks=500, token_budget=400, itl_target_s=0.1)
+    bench.scheduler.add(decoding := stream_of("decodes", 4, max_tokens=100))
     bench.scheduler.admit()
     assert names(bench.step()) == [("decodes", 4)]
-    bench.scheduler.add(stream_of("prompt", 900, max_tokens=1, start=100))
+    bench.scheduler.add(prompted := stream_of("prompt", 900, max_tokens=1, start=100))
     bench.scheduler.admit()
 
     assert names(bench.step()) == [("decodes", 1), ("prompt", TRIAL_TOKENS)]
-    chunk_budget.observe(1, 0, 0.05)
-    chunk_budget.observe(1, 100, 0.1)
+    decode, prompt = PlannedChunk(decoding, 1), PlannedChunk(prompted, 100)
+    bench.scheduler.ran([decode], 0.05)
+    bench.scheduler.ran([decode, prompt], 0.1)
     assert names(bench.step()) == [("decodes", 1), ("prompt", 100)]
     for _ in range(30):
-        chunk_budget.observe(1, 0, 0.2)
+        bench.scheduler.ran([decode], 0.2)
     assert names(bench.step()) == [("decodes", 1), ("prompt", LEAST_TOKENS)]
 
 
@@ -189,8 +189,7 @@ def test_limits_hold_and_everyone_ends(
     requests: list[tuple[int, int, bool, int]],
     moves: list[str],
 ) -> None:
-    chunk_budget = None if step_s is None else ChunkBudget(0.1)
-    bench = Bench(num_blocks, running_max, token_budget, chunk_budget)
+    bench = Bench(num_blocks, running_max, token_budget, None if step_s is None else 0.1)
     streams = [
         stream_of(str(number), length, max_tokens, is_remote, start)
         for number, (length, max_tokens, is_remote, start) in enumerate(requests)
@@ -211,8 +210,7 @@ def test_limits_hold_and_everyone_ends(
             plan = bench.step()
             assert sum(num_tokens for _, num_tokens in names(plan)) <= token_budget
             assert len(plan.chunks) <= running_max
-            if chunk_budget is not None and step_s is not None:
-                chunk_budget.observe(len(plan.chunks), sum(num_tokens for _, num_tokens in names(plan)), step_s)
+            bench.scheduler.ran(plan.chunks, step_s or 0.0)
         bench.engine.pool.check()
 
     assert all(stream.phase is Phase.ENDED for stream in streams)
