@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from common.errors import InvalidRequestError
-from common.status import rpc_errors_to_status
+from common.errors import BatonError, InvalidRequestError
+from common.status import abort_rpc, rpc_errors_to_status
 
 Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
 """Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
@@ -37,20 +37,29 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the call's handler, behind the guard."""
+        """Return the call's handler behind the guard, or one that refuses the call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
         details: Any = handler_call_details  # the stubs lack its fields
         metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
-
-        async def admit() -> None:
+        try:
             await self._admit(details.method, metadata)
+        except BatonError as error:
+            return _refusing(error)
+        return _guarded(handler)
 
-        return _guarded(handler, admit)
+
+def _refusing(error: BatonError) -> Any:
+    """Return a handler that refuses a call of any kind. As one of streams it takes no message in: those are large."""
+
+    async def refuse(_: Any, context: Any) -> None:
+        await abort_rpc(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _guarded(handler: Any, admit: Callable[[], Awaitable[None]]) -> Any:
+def _guarded(handler: Any) -> Any:
     read = None if handler.request_deserializer is None else _tolerant(handler.request_deserializer)
     check = _checked_all if handler.request_streaming else _checked
     match handler.request_streaming, handler.response_streaming:
@@ -65,7 +74,6 @@ def _guarded(handler: Any, admit: Callable[[], Awaitable[None]]) -> Any:
 
     async def guarded(request: Any, context: Any) -> Any:
         async with rpc_errors_to_status(context):
-            await admit()
             result = serve(check(request), context)
             if not hasattr(result, "__aiter__"):
                 return await result

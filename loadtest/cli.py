@@ -246,12 +246,12 @@ def _plan(workload: str, arrival: str, sessions: int | None, slo: Slo, options: 
 def _target(
     name: str, model: str | None, context_tokens: int, vocab_tokens: int | None, words: bool, key_file: Path | None
 ) -> Target:
-    if not name.startswith(("http://", "https://")):
-        return BatonTarget(name.removeprefix("grpc://"), vocab_tokens)
     try:
         key = None if key_file is None else key_file.read_text().strip()
     except OSError as error:
         raise ConfigError(f"cannot read {key_file}: {error}") from error
+    if not name.startswith(("http://", "https://")):
+        return BatonTarget(name.removeprefix("grpc://"), vocab_tokens, key=key)
     return OpenAITarget(name, model, context_tokens, vocab_tokens or 32_000, words, key)
 
 

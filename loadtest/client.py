@@ -126,7 +126,10 @@ class Target(Protocol):
 class BatonTarget:
     """Baton's own gRPC API. Several channels, since one connection carries a limited number of streams."""
 
-    def __init__(self, address: str, vocab_tokens: int | None = None, channels: int = 4) -> None:
+    def __init__(
+        self, address: str, vocab_tokens: int | None = None, channels: int = 4, key: str | None = None
+    ) -> None:
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         # Without this option, channels to one address share one connection.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         self._channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(channels)]
@@ -138,7 +141,9 @@ class BatonTarget:
     async def model(self) -> ServedModel:
         """Ask what is served."""
         with typed_rpc_errors():
-            reply = await self._stubs[0].ListModels(inference_pb2.ListModelsRequest(), timeout=30)
+            reply = await self._stubs[0].ListModels(
+                inference_pb2.ListModelsRequest(), timeout=30, metadata=self._metadata
+            )
         if not reply.models:
             raise NotFoundError(f"{self._address} serves no model")
         served = reply.models[0]
@@ -151,7 +156,9 @@ class BatonTarget:
         self._sent += 1
         finished = False
         with typed_rpc_errors():
-            async for response in stub.Generate(self._encode(request), timeout=request.timeout_s):
+            async for response in stub.Generate(
+                self._encode(request), timeout=request.timeout_s, metadata=self._metadata
+            ):
                 if response.token_ids:
                     log.add(len(response.token_ids))
                     log.token_ids += response.token_ids

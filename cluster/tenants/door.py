@@ -38,6 +38,17 @@ class Door:
         if path not in _OPEN_PATHS:
             await self._admit(headers.get(AUTHORIZATION, ""), path in _ADMIN_PATHS, path)
 
+    async def admit_next(self) -> None:
+        """Let a further request of a call in that carries several, by the rules of now.
+
+        Raises:
+            UnauthenticatedError: the call's key was removed.
+            QuotaError: the tenant asks too often.
+        """
+        caller = await self._keys.again(CALLER.get())
+        self._uses.of(caller).call(caller.rules)
+        CALLER.set(caller)
+
     async def _admit(self, authorization: str, needs_admin: bool, what: str) -> None:
         """Note who calls, for all that runs for the call.
 

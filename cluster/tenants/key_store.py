@@ -43,6 +43,14 @@ class Keys(Protocol):
         """
         ...
 
+    async def again(self, caller: Caller) -> Caller:
+        """Return who a caller of a while ago is now.
+
+        Raises:
+            UnauthenticatedError: the key is not known any more.
+        """
+        ...
+
 
 class NoKeys:
     """Where no keys are configured, everybody may do everything."""
@@ -50,6 +58,10 @@ class NoKeys:
     async def find(self, key: str | None) -> Caller:  # noqa: ARG002 - a key that nobody asked for does no harm
         """Return the one caller that there is."""
         return ANONYMOUS
+
+    async def again(self, caller: Caller) -> Caller:
+        """Return the same."""
+        return caller
 
 
 class KeyStore:
@@ -84,9 +96,7 @@ class KeyStore:
         Raises:
             UnauthenticatedError: nobody's.
         """
-        if self._clock.now() - self._looked_s >= LOOK_S:
-            self._looked_s = self._clock.now()  # calls that come meanwhile go by the old keys
-            await self._look()
+        await self._look()
         if not key:
             raise UnauthenticatedError("an API key is needed: send `authorization: Bearer KEY`")
         known = self._known.get(key_file.key_id(key) or "")
@@ -95,7 +105,22 @@ class KeyStore:
             raise UnauthenticatedError("the API key is not known here")
         return known.caller
 
+    async def again(self, caller: Caller) -> Caller:
+        """Return who a caller of a while ago is now.
+
+        Raises:
+            UnauthenticatedError: the key was removed.
+        """
+        await self._look()
+        known = self._known.get(caller.key_id)
+        if known is None:
+            raise UnauthenticatedError("the API key is not known here any more")
+        return known.caller
+
     async def _look(self) -> None:
+        if self._clock.now() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = self._clock.now()  # calls that come meanwhile go by the old keys
         state = _state(self._path)
         if state == self._state:
             return

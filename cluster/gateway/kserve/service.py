@@ -27,6 +27,7 @@ from cluster.gateway.progress import Delta
 from cluster.gateway.ready import num_ready
 from cluster.gateway.router_client import RouterClient
 from cluster.tenants.callers import CALLER
+from cluster.tenants.door import Door
 from common.errors import BatonError
 from common.status import rpc_errors_to_status
 
@@ -61,7 +62,8 @@ _OUTPUTS = (
 class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """The Open Inference Protocol. Owned by the gateway's loop."""
 
-    def __init__(self, generator: Generator, router: RouterClient) -> None:
+    def __init__(self, generator: Generator, router: RouterClient, door: Door) -> None:
+        self._door = door
         self._generator = generator
         self._router = router
 
@@ -147,20 +149,24 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         async with asyncio.TaskGroup() as group:
             try:
                 async with bugs_to_errors("stream"):
+                    is_first = True  # it was admitted with the call
                     async for request in requests:
                         await room.acquire()
-                        task = group.create_task(self._serve(request, responses, context.time_remaining()))
+                        task = group.create_task(self._serve(request, responses, context.time_remaining(), is_first))
+                        is_first = False
                         task.add_done_callback(lambda _: room.release())
             except BatonError as caught:
                 error = caught
         await responses.put(error)
 
     async def _serve(
-        self, request: kserve_pb2.ModelInferRequest, responses: _Responses, timeout_s: float | None
+        self, request: kserve_pb2.ModelInferRequest, responses: _Responses, timeout_s: float | None, is_first: bool
     ) -> None:
         request_id = _request_id()
         try:
             async with bugs_to_errors(request_id):
+                if not is_first:
+                    await self._door.admit_next()
                 asked = read_request(request, may_stream=True)
                 async with aclosing(self._answers(request, asked, request_id, timeout_s)) as answers:
                     async for answer in answers:

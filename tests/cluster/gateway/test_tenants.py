@@ -8,6 +8,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton_pb.kserve import inference_pb2 as kserve_pb2
+from baton_pb.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.permissions import for_caller
 from cluster.gateway.request import Request, TextPrompt
@@ -172,6 +174,52 @@ def test_requests_that_wait_are_bounded_for_each_tenant(model_dir: Path, keys: K
                 await cluster.ask(request("hello", max_tokens=1), key=key)
             await cluster.restart_router()
             assert len((await first).token_ids) == 1
+
+    run(scenario())
+
+
+def test_a_message_of_a_stranger_is_not_even_taken_in(model_dir: Path, keys: Keys) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, message_bytes_max=10_000, **keys.settings) as cluster:
+            with pytest.raises(UnauthenticatedError):  # not the error about its size
+                await cluster.ask(request("x" * 100_000), key="bk-nobody")
+            with pytest.raises(OverloadedError, match="10000"):
+                await cluster.ask(request("x" * 100_000), key=keys.admin)
+
+    run(scenario())
+
+
+def test_each_request_of_a_long_call_is_held_to_the_rules_of_now(model_dir: Path, keys: Keys) -> None:
+    async def scenario() -> None:
+        key, removed = keys.new("acme", requests_per_s=3), keys.new("other")
+        async with fake_cluster(model_dir, **keys.settings) as cluster:
+            tensor = kserve_pb2.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1])
+            tensor.contents.bytes_contents.append(b"hello")
+            asked = kserve_pb2.ModelInferRequest(model_name="fake", inputs=[tensor])
+            stub: Any = kserve_pb2_grpc.GRPCInferenceServiceStub(cluster.channel)
+            call = stub.ModelStreamInfer(timeout=LIMIT_S, metadata=bearer(key))
+            for _ in range(6):
+                await call.write(asked)
+            await call.done_writing()
+            answers = [answer async for answer in call]
+            refused = [answer.error_message for answer in answers if answer.error_message]
+            assert refused
+            assert all("3 calls a second" in message for message in refused)
+            assert len(refused) <= 3
+
+            call = stub.ModelStreamInfer(timeout=LIMIT_S, metadata=bearer(removed))
+            await call.write(asked)
+            assert not (await call.read()).error_message
+            key_file.remove_key(keys.path, key_file.key_id(removed) or "")
+            async with asyncio.timeout(LIMIT_S):
+                while True:
+                    await call.write(asked)
+                    if message := (await call.read()).error_message:
+                        break
+                    await asyncio.sleep(0.05)  # keys are looked at once a second
+            assert "not known here any more" in message
+            await call.done_writing()
+            assert (await call.code()) is grpc.StatusCode.OK  # the call goes on; only its requests are refused
 
     run(scenario())
 
