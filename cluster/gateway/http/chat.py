@@ -27,6 +27,8 @@ class ChatRequest(SamplingFields, ChatFields):
     """The newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    include_reasoning: bool | None = None
+    """False: what the model thinks before it answers is left out."""
 
     # Not supported.
     functions: Annotated[JsonValue, Only([])] = None
@@ -75,6 +77,7 @@ class ChatForm:
         self.answer_id = f"chatcmpl-{request_id}"
         self._text = text
         self._has_logprobs = bool(asked.logprobs)
+        self._shows_reasoning = asked.include_reasoning is not False
 
     def first(self, index: int) -> Json:
         """Return the event that says who speaks."""
@@ -83,7 +86,7 @@ class ChatForm:
     def part(self, index: int, delta: Delta) -> Json:
         """Return a choice's fields in an event."""
         made: Json = {}
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             made["reasoning_content"] = delta.reasoning
         if delta.calls:
             made["tool_calls"] = [_call_piece(piece) for piece in delta.calls]
@@ -94,7 +97,7 @@ class ChatForm:
     def whole(self, index: int, said: Delta) -> Json:
         """Return a choice's fields in an answer in one piece."""
         message: Json = {"role": "assistant", "content": said.text, "refusal": None}
-        if said.reasoning:
+        if said.reasoning and self._shows_reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
             message["tool_calls"] = _whole_calls(said.calls)
