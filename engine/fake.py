@@ -211,7 +211,7 @@ class _FakeRunner:
         if masks.failed:
             return TokenOutput(0, None, [], masks.failed[0])
         if masks.rows:  # the nearest allowed token, counting up and around
-            allowed = np.flatnonzero(masks.allowed[0])
+            allowed = np.flatnonzero(~masks.excluded[0])
             token_id = int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
         if sampling.logprobs is None:
             return TokenOutput(token_id, None, [])

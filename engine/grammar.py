@@ -69,8 +69,8 @@ class Masks(NamedTuple):
 
     rows: list[int]
     """Those of sequences with a grammar, in order."""
-    allowed: NDArray[np.bool_]
-    """[len(rows), V]"""
+    excluded: NDArray[np.bool_]
+    """[len(rows), V]: the tokens that may not follow."""
     failed: dict[int, BatonError]
     """By row: no token can be chosen."""
 
@@ -94,7 +94,7 @@ def masks_of(sequences: Seq[Sequence], vocab_tokens: int) -> Masks:
             failed[row] = error
     if not rows:
         return Masks(rows, np.empty((0, vocab_tokens), dtype=np.bool_), failed)
-    bits = np.unpackbits(np.stack(words).view(np.uint8), axis=1, count=vocab_tokens, bitorder="little")
+    bits = np.unpackbits((~np.stack(words)).view(np.uint8), axis=1, count=vocab_tokens, bitorder="little")
     return Masks(rows, bits.view(np.bool_), failed)
 
 

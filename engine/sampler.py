@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from engine.grammar import masks_of
+from engine.grammar import Masks, masks_of
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import TokenOutput
@@ -40,8 +40,7 @@ class Sampler:
         # After all that shifts logits, so that nothing brings back what a grammar excludes.
         masks = masks_of(sequences, logits.shape[1])
         if masks.rows:
-            excluded = torch.from_numpy(~masks.allowed).to(logits.device)
-            logits[masks.rows] = logits[masks.rows].masked_fill_(excluded, -torch.inf)
+            _exclude(logits, masks)
         chosen = logits.argmax(-1)
         random_rows = [row for row, params in enumerate(rules) if not params.is_greedy]
         if random_rows:
@@ -68,6 +67,16 @@ class Sampler:
                 logits[row, torch.tensor(list(stops), dtype=torch.long)] = torch.finfo(logits.dtype).min
             if params.has_penalties:
                 _penalize(logits[row], sequence)
+
+
+def _exclude(logits: torch.Tensor, masks: Masks) -> None:
+    """Put -inf where a grammar does not allow a token, in place: indexing with a list of rows would copy them twice."""
+    excluded = torch.from_numpy(masks.excluded).to(logits.device)
+    if len(masks.rows) == logits.shape[0]:
+        logits.masked_fill_(excluded, -torch.inf)
+        return
+    for row, mask in zip(masks.rows, excluded, strict=True):
+        logits[row].masked_fill_(mask, -torch.inf)
 
 
 def _penalize(logits: torch.Tensor, sequence: Sequence) -> None:

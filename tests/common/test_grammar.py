@@ -39,7 +39,9 @@ def _is_accepted(tokenizer: llguidance.LLTokenizer, form: Form, text: str) -> bo
 
 NODE = {"$defs": {"node": _obj(kids={"type": "array", "items": {"$ref": "#/$defs/node"}})}, "$ref": "#/$defs/node"}
 CASES = [
-    pytest.param(_schema(_obj(a={"type": "integer"})), ['{"a":1}', '{"a": 1}', '{\n  "a": 1\n}'], ['{"b":1}', "{}"]),
+    pytest.param(
+        _schema(_obj(a={"type": "integer"})), ['{"a":1}', '{"a": 1}'], ['{"b":1}', "{}", '{\n"a": 1}', '{"a":  1}']
+    ),
     pytest.param(_schema(NODE), ['{"kids": []}', '{"kids": [{"kids": []}]}'], ['{"kids": [1]}']),
     pytest.param(Grammar(json_object=JsonObject()), ['{"x": [1, {}]}', "{}"], ["[1]", "3"]),
     pytest.param(Grammar(regex=r"\d{2}-[a-z/]+"), ["12-a/b"], ["12", "x12-a", "12-a "]),
@@ -74,12 +76,6 @@ def test_the_same_language_follows_thinking(
         assert not _is_accepted(tokenizer, begun, text)
     for text in bad:
         assert not _is_accepted(tokenizer, optional, f"<think>so</think>{text}")
-
-
-def test_json_cannot_go_on_with_spaces_for_ever(tokenizer: llguidance.LLTokenizer) -> None:
-    assert not _is_accepted(
-        tokenizer, form_of(_schema(_obj(a={"type": "integer"})), BYTES_MAX, DEPTH_MAX), '{\n\n\n"a": 1}'
-    )
 
 
 def _nested(levels: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """With real engines and real transfers through shared memory: the same tokens, and blocks return from a silent peer."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,8 @@ import pytest
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
 from common.errors import ConfigError, TransferError
+from common.grammar import constraint_of, json_form
+from common.text import Text
 from decode.worker import DecodeWorker
 from engine.rpc_server import RpcServer
 from engine.tiny import make_tiny_model
@@ -117,6 +120,29 @@ def test_a_prefill_worker_that_fetches_the_last_answer_gives_the_same_tokens(mod
             assert fetched.finished is not None
             assert fetched.finished.cached_tokens == 64
             assert prefill.loop.load().counters["fetched_tokens_total"] == 64 - 40
+
+    asyncio.run(main())
+
+
+def test_a_schema_is_obeyed_wherever_each_token_was_chosen(model_dir: Path) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}, "b": {"type": "string", "maxLength": 9}},
+    }
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    rules = {"constraint": constraint_of(json_form(schema, "schema")), "max_tokens": 120}
+
+    async def main() -> None:
+        async with workers(model_dir) as (prefill, decode), Gateway(decode.address) as gateway:
+            for seed in range(4):
+                options: dict[str, Any] = {**rules, "temperature": 1.0, "seed": seed}
+                remote = await gateway.ask(f"remote {seed}", PROMPT, prefill, **options)
+                local = await gateway.ask(f"local {seed}", PROMPT, **options)
+
+                assert remote.tokens == local.tokens
+                value = json.loads(Text.load(model_dir).decode(remote.tokens))
+                assert value["a"] in (1, 22)
+                assert len(value["b"]) <= 9
 
     asyncio.run(main())
 
