@@ -151,6 +151,8 @@ class GatewayConfig(Node):
     """Largest headers of a gRPC call, all together."""
     calls_max: Positive = 16_384
     """Most gRPC calls at once, of all kinds; beyond it a call is refused with RESOURCE_EXHAUSTED."""
+    idle_s: Seconds = 300.0
+    """How long a gRPC connection may stay open without a call; clients open the next one by themselves."""
     request_s: Seconds = 3600.0
     """Longest life of a request; a client's own deadline may only be shorter."""
     token_wait_s: Seconds = 600.0

@@ -35,6 +35,7 @@ def make_server(
     message_bytes_max: int = MESSAGE_BYTES_MAX,
     metadata_bytes_max: int = METADATA_BYTES_MAX,
     calls_max: int | None = None,
+    idle_s: float | None = None,
 ) -> grpc.aio.Server:
     """Return a server whose calls are guarded, see rpc_guard.py.
 
@@ -43,8 +44,11 @@ def make_server(
         message_bytes_max: a larger message ends its call with RESOURCE_EXHAUSTED.
         metadata_bytes_max: as much for the headers of a call.
         calls_max: calls at once beyond which the next one ends with RESOURCE_EXHAUSTED; None: no limit.
+        idle_s: how long a connection may stay open without a call; None: for ever.
     """
     options = [*server_options(message_bytes_max), *_metadata_options(metadata_bytes_max)]
+    if idle_s is not None:
+        options.append(("grpc.max_connection_idle_ms", max(1, round(1000 * idle_s))))
     return grpc.aio.server(interceptors=[Guard(admit)], options=options, maximum_concurrent_rpcs=calls_max)
 
 

@@ -82,7 +82,7 @@ class GatewayServer:
         self._inference = InferenceService(generator, self._tokenizing, text)
         self._kserve = KserveService(generator, self._router, door)
         self._server = make_server(
-            door.admit_rpc, config.message_bytes_max, config.metadata_bytes_max, config.calls_max
+            door.admit_rpc, config.message_bytes_max, config.metadata_bytes_max, config.calls_max, config.idle_s
         )
         self._health = Health(self._server)
         self._router_session: asyncio.Task[None] | None = None

@@ -1,5 +1,6 @@
 """A config is complete, frozen, and a mistake in it ends in one line that names the key."""
 
+import re
 from pathlib import Path
 
 import pydantic
@@ -83,3 +84,14 @@ def test_every_field_has_a_default_and_says_what_it_is() -> None:
         for name, field in node.model_fields.items():
             assert field.description, f"{node.__name__}.{name} has no docstring"
             assert not field.is_required(), f"{node.__name__}.{name} has no default"
+
+
+def test_the_configurations_in_the_documents_are_ours(tmp_path: Path) -> None:
+    documents = (Path(__file__).parents[2] / "docs").glob("*.md")
+    blocks = [block for document in documents for block in re.findall(r"```yaml\n(.*?)```", document.read_text(), re.S)]
+    assert blocks
+
+    for block in blocks:
+        path = tmp_path / "cluster.yaml"
+        path.write_text(block)
+        load(path, [])

@@ -1,5 +1,6 @@
 """Every limit of the gateway is said in words when it is met, on both faces, and nothing is left of what met it."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -122,5 +123,20 @@ def test_headers_and_calls_have_limits_on_grpc_too(model_dir: Path) -> None:
             first.cancel()
             await until(lambda: worker.num_running == 0, "not cancelled")
             worker.may_step.set()
+
+    run(scenario())
+
+
+def test_a_connection_without_calls_is_closed_and_the_next_call_opens_another(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, idle_s=0.2) as cluster:
+            await cluster.status()
+            async with asyncio.timeout(LIMIT_S):
+                while (state := cluster.channel.get_state()) is grpc.ChannelConnectivity.READY:
+                    await cluster.channel.wait_for_state_change(state)
+
+            worker = cluster.worker("d0")
+            worker.step_s = 0.05  # a call that is slower than that is no idle connection
+            assert len((await cluster.ask(request("hello", ignore_eos=True, max_tokens=10))).token_ids) == 10
 
     run(scenario())
