@@ -219,7 +219,7 @@ class FaultyEndpoint:
         self._network = network
         self.receiver = Receiver(hello, pool, config, self.counters)
         door = FaultyDoor(network, worker_id, pool.memory)
-        network.paths[worker_id] = door.path
+        self.path = network.paths[worker_id] = door.path
         self.receiver.listen(door)
         greeter = Greeter(pool, hello, TransferCounters(), config.inflight_bytes_max)
         self.sender = Sender(greeter, FaultyDialer(network), config.connect_timeout_s)

@@ -1,6 +1,7 @@
 """Coded and sealed pieces land as they were, or as near as the codec says; damaged ones are refused and counted."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.memory import Memory
 from kvtransfer.pieces import Piece, runs_of
 from kvtransfer.seal import Seal
-from tests.kvtransfer.faulty import faulty_pair
+from tests.kvtransfer.faulty import FaultyPair, faulty_pair
+from tests.kvtransfer.raw_sender import RawSender
 
 LIMIT_S = 20
 MODES = [
@@ -312,5 +314,60 @@ def test_a_transfer_that_was_vouched_for_and_never_comes_fails() -> None:
                 await finishing
             await landing.abort("over")
             await push.abort("over")
+
+    run(test)
+
+
+def raw_to(pair: FaultyPair) -> RawSender:
+    """Return a sender of bare frames to a pair's receiver."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(pair.receiver.path)
+    sock.setblocking(False)
+    return RawSender(sock, pair.source)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("encoded_bytes", [0, 99_999, 2**63, 2**64 - 1])
+def test_a_message_of_a_length_that_no_codec_makes_is_refused(encoded_bytes: int, sealed: bool) -> None:
+    async def test() -> None:
+        async with faulty_pair(codec="int8", sealed=sealed) as pair:
+            raw = raw_to(pair)
+            landing = pair.receiver.grant([1], 0)
+            await raw.hello()
+            await raw.receive()
+            await raw.open(landing, "int8")
+
+            await raw.send(raw.ready(landing, encoded_bytes=encoded_bytes))
+
+            with pytest.raises(TransferError, match=f"a message of {encoded_bytes} bytes"):
+                await landing.landed()
+            await landing.abort("failed")
+            assert pair.num_refusals == 1
+            raw.sock.close()
+            await push_all(pair)
+            assert has_landed(pair, "int8")
+
+    run(test)
+
+
+def test_more_under_way_than_was_granted_is_refused() -> None:
+    async def test() -> None:
+        async with faulty_pair(inflight_bytes_max=SMALL_LAYOUT.block_bytes) as pair:
+            raw = raw_to(pair)
+            landing = pair.receiver.grant([1, 2], 0)
+            await raw.hello()
+            hello = await raw.receive()
+            assert hello is not None
+            assert hello.hello.window_bytes == SMALL_LAYOUT.block_bytes
+            await raw.open(landing)
+            first = raw.ready(landing)
+            await raw.send(first)  # and its message does not come
+            await raw.send(raw.ready(landing, seq=1, first=1, tag=(first.ready.tag + 1) % 2**64))
+
+            with pytest.raises(TransferError, match="were granted"):
+                await landing.landed()
+            raw.sock.close()
+            await landing.abort("failed")
+            assert pair.num_refusals == 1
 
     run(test)
