@@ -110,6 +110,11 @@ class TransferConfig(Node):
     transport: Transport = "auto"
     """`auto`: shared memory on one host; between hosts UCX, or plain TCP where UCX cannot be used. Another value forces
     that one or fails."""
+    expected_mb_s: Annotated[float, Field(ge=0)] = 0.0
+    """Slowest rate that the probe of a new connection may show, MB/s; 0: any."""
+    on_slow: Literal["warn", "refuse"] = "warn"
+    """What becomes of a connection that is slower than expected_mb_s, or that `auto` could not make over the transport
+    that belongs there: a warning and a count in status, or an error."""
     checksum: bool = True
     """Verify the bytes of every piece that came over a wire before they are believed."""
     checksum_shm: bool = False

@@ -18,16 +18,27 @@ class TransferCounters:
         entry.bytes += num_bytes
         entry.pieces += 1
 
-    def took(self, peer: str, transport: str, seconds: float) -> None:
-        """Add the duration of a complete transfer."""
-        self._entry(peer, transport).seconds += seconds
+    def took(self, peer: str, transport: str, seconds: float, exposed_s: float = 0.0) -> None:
+        """Add the duration of a complete transfer, and the part of it that nothing hid."""
+        entry = self._entry(peer, transport)
+        entry.seconds += seconds
+        entry.exposed_seconds += exposed_s
+
+    def framed(self, peer: str, transport: str) -> None:
+        """Count a control frame of a peer that has said who it is."""
+        if peer != UNKNOWN:
+            self._entry(peer, transport).frames += 1
+
+    def probed(self, peer: str, transport: str, bytes_per_s: float) -> None:
+        """Note the rate of a new connection."""
+        self._entry(peer, transport).probed_bytes_per_s = bytes_per_s
 
     def refused(self, peer: str, transport: str) -> None:
         """Count something that a peer sent and that was not believed."""
         self._entry(peer, transport).refusals += 1
 
     def fell_back(self, peer: str, transport: str) -> None:
-        """Count a connection that uses `transport` although a faster one was expected."""
+        """Count a connection that uses `transport` although a faster one was expected, or a faster rate."""
         self._entry(peer, transport).fallbacks += 1
 
     def snapshot(self) -> list[worker_pb2.TransferStats]:

@@ -8,6 +8,7 @@ from common.config import Transport
 from common.errors import MismatchError, UnauthenticatedError, WorkerLostError
 from common.logs import log
 from kvtransfer.outbound import Greeter, OutboundPeer
+from kvtransfer.probe import Expectation
 from kvtransfer.transports import shm, sockets
 from kvtransfer.transports.base import Station
 
@@ -19,24 +20,53 @@ class Dialer:
 
     Args:
         transport: from the config; other than "auto", it is that one or an error.
+        expectation: what a connection has to show.
         host_id: of this process; shared memory needs the receiver's to be equal.
         memfd: of the own pool; None: not shareable.
     """
 
-    def __init__(self, transport: Transport, host_id: str, memfd: int | None) -> None:
+    def __init__(self, transport: Transport, expectation: Expectation, host_id: str, memfd: int | None) -> None:
         self.stations: dict[str, Station] = {}
         """Transports between hosts that can be used here, fastest first; set by the endpoint."""
         self._transport = transport
+        self._expectation = expectation
         self._host_id = host_id
         self._memfd = memfd
 
     async def dial(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
-        """Connect by the fastest transport that both ends have; see `kvtransfer.sender.Dialer`."""
+        """Connect by the fastest transport that both ends have, and measure it; see `kvtransfer.sender.Dialer`."""
+        peer, slow = await self._connected(address, greeter)
+        try:
+            rate = await peer.probe()
+            if rate is not None and rate < self._expectation.bytes_per_s:
+                expected = self._expectation.bytes_per_s / 1e6
+                slow = slow or f"{rate / 1e6:.0f} MB/s were measured, {expected:.0f} are expected"
+            if slow:
+                greeter.counters.fell_back(address.worker_id, peer.transport)
+                fields = {"worker_id": address.worker_id, "transport": peer.transport}
+                log(logger, logging.WARNING, f"SLOW PATH: {slow}", **fields)
+                if self._expectation.is_strict:
+                    raise MismatchError(f"{address.worker_id} is refused over {peer.transport}: {slow}")
+        except BaseException:
+            peer.lose(WorkerLostError("the connection was given up"))
+            raise
+        log(
+            logger,
+            logging.INFO,
+            "connected to receiver",
+            worker_id=address.worker_id,
+            transport=peer.transport,
+            mb_per_s=None if rate is None else round(rate / 1e6),
+        )
+        return peer
+
+    async def _connected(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> tuple[OutboundPeer, str]:
+        """Return a connection, and why it is not the one that belongs there ("": it is)."""
         slow = ""
         if self._transport in ("auto", "shm"):
             if address.host_id == self._host_id and address.shm_path:
                 try:
-                    return await self._dial_shm(address, greeter)
+                    return await self._dial_shm(address, greeter), ""
                 except (OSError, UnauthenticatedError) as error:
                     slow = f"shm cannot be used on this host: {error}"
                     if self._transport == "shm" or not self._common(address):
@@ -47,14 +77,9 @@ class Dialer:
         names = self._common(address)
         if not names:
             raise MismatchError(f"no transport in common with {address.worker_id}")
-        peer = await self._dial_station(names[0], address, greeter)
         if not slow and self._transport == "auto" and names[0] != "ucx":
             slow = f"ucx cannot be used {'there' if 'ucx' in self.stations else 'here'}"
-        if slow:
-            greeter.counters.fell_back(address.worker_id, peer.transport)
-            fields = {"worker_id": address.worker_id, "transport": peer.transport}
-            log(logger, logging.WARNING, f"SLOW PATH: {slow}", **fields)
-        return peer
+        return await self._dial_station(names[0], address, greeter), slow
 
     def _common(self, address: transfer_pb2.TransferAddress) -> list[str]:
         """Return the transports between hosts that both ends have, fastest first."""

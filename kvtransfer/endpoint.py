@@ -29,6 +29,7 @@ from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
 from kvtransfer.memory import Memory, OwnPool, copy_threads
 from kvtransfer.outbound import Greeter
+from kvtransfer.probe import Expectation
 from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -67,7 +68,8 @@ class TransferEndpoint:
         )
         self._receiver = Receiver(hello, self._pool, config, self._counters)
         greeter = Greeter(self._pool, hello, self._counters, config.inflight_bytes_max)
-        self._dialer = Dialer(config.transport, self.address.host_id, store.memfd)
+        expectation = Expectation(config.expected_mb_s * 1e6, config.on_slow == "refuse")
+        self._dialer = Dialer(config.transport, expectation, self.address.host_id, store.memfd)
         self._sender = Sender(greeter, self._dialer, config.connect_timeout_s)
         self._closing = asyncio.Event()
         self._pinging = asyncio.create_task(self._ping())

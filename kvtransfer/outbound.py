@@ -18,6 +18,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool, checksum_of
 from kvtransfer.pieces import Piece, Runs, cut, joined, piece_bytes, runs_of
+from kvtransfer.probe import NUM_PROBES, probe_bytes, probe_frame, rate_of
 from kvtransfer.push import BlockPush
 from kvtransfer.seal import Seal
 from kvtransfer.ticket import TicketTerms
@@ -63,6 +64,7 @@ class OutboundPeer:
         self._codec = RAW
         """Of the last transfer."""
         self._hello: asyncio.Future[transfer_pb2.Hello] = self._new_hello()
+        self._probed: asyncio.Future[transfer_pb2.Probe] | None = None
         self._connection = FrameConnection(sock, self._on_frame, self._on_lost)
 
     @property
@@ -107,6 +109,27 @@ class OutboundPeer:
         if self.is_lost:
             link.close()
 
+    async def probe(self) -> float | None:
+        """Measure the link; return bytes per second, None if the pool is too small to tell. Before any push.
+
+        Raises:
+            WorkerLostError: the connection broke.
+        """
+        assert self._link is not None
+        memory, rate = self._greeter.pool.memory, None
+        if not (num_bytes := probe_bytes(memory.num_bytes)):
+            return None
+        for _ in range(NUM_PROBES):
+            self._probed = self._loop.create_future()
+            probe = probe_frame(num_bytes)
+            self.send(transfer_pb2.TransferFrame(probe=probe))
+            if self._link.byte_sender is not None:
+                sending = self._link.byte_sender.send_bytes(memory.view[:num_bytes], probe.tag)
+                sending.add_done_callback(lambda done: done.exception())
+            rate = rate_of(await self._probed)
+        self._greeter.counters.probed(self._address.worker_id, self.transport, rate or 0.0)
+        return rate
+
     def begin(self, terms: TicketTerms, landing_ids: Sequence[int]) -> BlockPush:
         """Ask the receiver to accept a ticket."""
         if self.is_lost:
@@ -143,6 +166,7 @@ class OutboundPeer:
 
     def send(self, frame: transfer_pb2.TransferFrame) -> None:
         """Send a control frame."""
+        self._greeter.counters.framed(self._address.worker_id, self.transport)
         self._connection.send(frame)
 
     def lose(self, error: BatonError) -> None:
@@ -282,6 +306,7 @@ class OutboundPeer:
             push.source_read(seq)
 
     def _on_frame(self, frame: transfer_pb2.TransferFrame) -> None:
+        self._greeter.counters.framed(self._address.worker_id, self.transport)
         match frame.WhichOneof("frame"):
             case "hello":
                 if self._hello.done():
@@ -295,7 +320,11 @@ class OutboundPeer:
                 push = self._push(frame.complete.transfer_id)
                 push.completed()
                 del self._pushes[frame.complete.transfer_id]
-                self._greeter.counters.took(self._address.worker_id, self.transport, push.seconds)
+                self._greeter.counters.took(self._address.worker_id, self.transport, push.seconds, push.exposed_s)
+            case "probe":
+                if self._probed is None or self._probed.done():
+                    raise FrameError("the answer to a probe that was not made")
+                self._probed.set_result(frame.probe)
             case "abort":
                 self._on_abort(frame.abort)
             case "ping":
@@ -333,6 +362,8 @@ class OutboundPeer:
         log(logger, logging.INFO, f"connection to receiver ended: {error}", worker_id=self._address.worker_id)
         if not self._hello.done():
             self._hello.set_exception(error)
+        if self._probed is not None and not self._probed.done():
+            self._probed.set_exception(WorkerLostError(f"the connection ended while it was measured: {error}"))
         if self._link is not None:
             self._link.close()
         self._queue.clear()

@@ -77,7 +77,7 @@ class BlockPush:
         self.activity = Activity()
         self.stop = Stop()
         self.is_over = False
-        self.seconds = 0.0
+        self.seconds = self.exposed_s = 0.0
         self._num_runs = 0
         self._num_nonces = 0
         self._tag_base = tag_base(terms.transfer_id, terms.secret)
@@ -90,6 +90,7 @@ class BlockPush:
         self._is_complete_sent = False
         self._num_bytes = 0
         self._is_finishing = False
+        self._finishing = 0.0
         self._loop = asyncio.get_running_loop()
         self._started = self._progress = self._loop.time()
         self._lease: asyncio.TimerHandle | None = None
@@ -134,6 +135,7 @@ class BlockPush:
     async def finish(self) -> PushReport:
         """Wait for the confirmation of all pieces; see `Push.finish`."""
         self._is_finishing = True
+        self._finishing = self._loop.time()
         self._watch_progress()
         self._complete_if_done()
         report = await asyncio.shield(self._outcome)
@@ -217,6 +219,7 @@ class BlockPush:
             raise FrameError("Complete from a receiver that has not got everything")
         self._end()
         self.seconds = self._loop.time() - self._started
+        self.exposed_s = self._loop.time() - self._finishing
         self._outcome.set_result(PushReport(self.transport, self._num_bytes, self.seconds))
 
     def _complete_if_done(self) -> None:

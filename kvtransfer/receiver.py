@@ -16,6 +16,7 @@ from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.landing import BlockLanding
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool
+from kvtransfer.probe import NUM_PROBES, PROBE_BYTES, rate_of
 from kvtransfer.ticket import make_ticket
 from kvtransfer.transports.base import Door, Greeting, InboundLink
 from kvtransfer.windows import Windows
@@ -153,6 +154,7 @@ class InboundPeer:
         self._num_under_way_bytes = 0
         self._is_up = False
         self._is_trusted = False
+        self._num_probes = 0
         self._landings: dict[bytes, BlockLanding] = {}
         self._connection = FrameConnection(sock, self._on_frame, self._on_lost)
         loop = asyncio.get_running_loop()
@@ -171,6 +173,7 @@ class InboundPeer:
 
     def send(self, frame: transfer_pb2.TransferFrame) -> None:
         """Send a control frame."""
+        self._receiver.counters.framed(self.worker_id, self._door.name)
         self._connection.send(frame)
 
     def lose(self, error: BatonError) -> None:
@@ -221,6 +224,7 @@ class InboundPeer:
         kind = frame.WhichOneof("frame")
         if self._link is None and kind != "hello":
             raise FrameError(f"{kind} before Hello")
+        self._receiver.counters.framed(self.worker_id, self._door.name)
         match kind:
             case "hello":
                 self._on_hello(frame.hello)
@@ -232,6 +236,8 @@ class InboundPeer:
                 self._checked(frame.complete.transfer_id, lambda landing: landing.complete(frame.complete.num_pieces))
             case "abort":
                 self._on_abort(frame.abort)
+            case "probe":
+                self._on_probe(frame.probe)
             case "ping":
                 pass
             case _:
@@ -305,6 +311,23 @@ class InboundPeer:
         landing = self._landings.pop(frame.transfer_id, None)
         if landing is not None:
             landing.fail(TransferError(f"the sender gave up: {frame.message}"))
+
+    def _on_probe(self, frame: transfer_pb2.Probe) -> None:
+        """Take some bytes to see how long they need; nobody has to be trusted for that, but it has bounds."""
+        self._num_probes += 1
+        readable = self.num_blocks * self._receiver.layout.block_bytes
+        if not self._is_up or self._num_probes > NUM_PROBES or not 0 < frame.num_bytes <= min(readable, PROBE_BYTES):
+            raise FrameError(f"probe {self._num_probes} of {frame.num_bytes} bytes")
+        begun = asyncio.get_running_loop().time()
+        probing = self.link.probe(frame.num_bytes, frame.tag)
+        probing.add_done_callback(partial(self._probed, frame.num_bytes, begun))
+
+    def _probed(self, num_bytes: int, begun: float, probing: asyncio.Future[None]) -> None:
+        if probing.cancelled() or probing.exception() is not None:
+            return  # the link is broken, which ends the connection
+        result = transfer_pb2.Probe(num_bytes=num_bytes, seconds=asyncio.get_running_loop().time() - begun)
+        self._receiver.counters.probed(self.worker_id, self._door.name, rate_of(result))
+        self.send(transfer_pb2.TransferFrame(probe=result))
 
     def _end_probation(self) -> None:
         if not self._is_trusted:

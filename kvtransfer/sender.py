@@ -7,7 +7,6 @@ from typing import Protocol
 
 from baton_pb.v1 import transfer_pb2
 from common.errors import TransferError, WorkerLostError
-from common.logs import log
 from kvtransfer.outbound import Greeter, OutboundPeer
 from kvtransfer.push import BlockPush
 from kvtransfer.ticket import TicketTerms, read_ticket
@@ -125,5 +124,4 @@ class Sender:
             raise peer.lost_by
         self._peers[key] = peer
         peer.on_lost = lambda: self._peers.pop(key, None)
-        log(logger, logging.INFO, "connected to receiver", worker_id=address.worker_id, transport=peer.transport)
         return peer

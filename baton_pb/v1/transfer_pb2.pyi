@@ -183,6 +183,7 @@ class TransferFrame(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -197,6 +198,8 @@ class TransferFrame(_message.Message):
     def abort(self) -> Global___Abort: ...
     @_builtins.property
     def ping(self) -> Global___Ping: ...
+    @_builtins.property
+    def probe(self) -> Global___Probe: ...
     def __init__(
         self,
         *,
@@ -207,12 +210,13 @@ class TransferFrame(_message.Message):
         complete: Global___Complete | None = ...,
         abort: Global___Abort | None = ...,
         ping: Global___Ping | None = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "complete", b"complete", "frame", b"frame", "hello", b"hello", "open", b"open", "ping", b"ping", "ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "complete", b"complete", "frame", b"frame", "hello", b"hello", "open", b"open", "ping", b"ping", "probe", b"probe", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "complete", b"complete", "frame", b"frame", "hello", b"hello", "open", b"open", "ping", b"ping", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "ack", b"ack", "complete", b"complete", "frame", b"frame", "hello", b"hello", "open", b"open", "ping", b"ping", "probe", b"probe", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "open", "ready", "ack", "complete", "abort", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "open", "ready", "ack", "complete", "abort", "ping", "probe"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -454,3 +458,32 @@ class Ping(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    """Sender -> receiver, when a connection is new: so many bytes of the sender's pool can be read, or follow on the data
+    channel, only to see how long that takes. Receiver -> sender: it took `seconds`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    tag: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        tag: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "seconds", b"seconds", "tag", b"tag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015

@@ -410,6 +410,9 @@ class TransferStats(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
+    PROBED_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     peer_worker_id: _builtins.str
     transport: _builtins.str
     bytes: _builtins.int
@@ -417,7 +420,13 @@ class TransferStats(_message.Message):
     refusals: _builtins.int
     seconds: _builtins.float
     fallbacks: _builtins.int
-    """Connections that use this transport although a faster one was expected."""
+    """Connections that use this transport although a faster one was expected, or are slower than expected."""
+    frames: _builtins.int
+    """Control frames sent and received."""
+    exposed_seconds: _builtins.float
+    """At the sender: the part of `seconds` after everything was announced, which no computation hides."""
+    probed_bytes_per_s: _builtins.float
+    """What the probe of the newest connection measured; 0: the pools are too small to tell."""
     def __init__(
         self,
         *,
@@ -428,10 +437,13 @@ class TransferStats(_message.Message):
         refusals: _builtins.int = ...,
         seconds: _builtins.float = ...,
         fallbacks: _builtins.int = ...,
+        frames: _builtins.int = ...,
+        exposed_seconds: _builtins.float = ...,
+        probed_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "fallbacks", b"fallbacks", "peer_worker_id", b"peer_worker_id", "pieces", b"pieces", "refusals", b"refusals", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "exposed_seconds", b"exposed_seconds", "fallbacks", b"fallbacks", "frames", b"frames", "peer_worker_id", b"peer_worker_id", "pieces", b"pieces", "probed_bytes_per_s", b"probed_bytes_per_s", "refusals", b"refusals", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -139,6 +139,10 @@ def _worker_json(worker: Any) -> dict[str, Any]:
                 "pieces": stats.pieces,
                 "refusals": stats.refusals,
                 "seconds": stats.seconds,
+                "exposed_seconds": stats.exposed_seconds,
+                "frames": stats.frames,
+                "fallbacks": stats.fallbacks,
+                "probed_bytes_per_s": stats.probed_bytes_per_s,
             }
             for stats in load.transfer_stats
         ],
@@ -167,3 +171,24 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
         )
         table.add_row(*(str(cell) for cell in cells))
     console.print(table)
+    if any(worker["transfer_stats"] for worker in status["workers"]):
+        console.print(_pairs(status["workers"]))
+
+
+def _pairs(workers: list[dict[str, Any]]) -> Table:
+    """Return what each worker has moved with each peer; `slow` counts connections that were not what was expected."""
+    table = Table(box=box.SIMPLE, title="KV transfers; rate: measured when they connected", title_justify="left")
+    for heading in ("worker", "peer", "over", "rate", "moved", "pieces", "frames", "exposed", "refused", "slow"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("worker", "peer", "over") else "right")
+    for worker in workers:
+        for stats in worker["transfer_stats"]:
+            rate = stats["probed_bytes_per_s"]
+            table.add_row(
+                *(worker["id"], stats["peer"], stats["transport"]),
+                f"{rate / 1e9:.2f} GB/s" if rate else "?",
+                f"{stats['bytes'] / 1e6:.1f} MB",
+                *(str(stats[key]) for key in ("pieces", "frames")),
+                f"{stats['exposed_seconds'] * 1000:.1f} ms",
+                *(str(stats[key]) for key in ("refusals", "fallbacks")),
+            )
+    return table

@@ -136,6 +136,10 @@ class InboundLink(Protocol):
         """
         ...
 
+    def probe(self, num_bytes: int, tag: int) -> asyncio.Future[None]:
+        """Bring the first bytes of the sender's pool into memory of no meaning, to see how long it takes."""
+        ...
+
     def discard(self, runs: Runs, tag: int) -> None:
         """Let runs of a transfer that is over pass by without writing them anywhere."""
         ...

@@ -18,7 +18,8 @@ from baton_pb.v1 import transfer_pb2
 from common.errors import TransferError, UnauthenticatedError
 from kvtransfer.activity import Stop
 from kvtransfer.memory import Memory, checksum_of, copy_runs
-from kvtransfer.pieces import Runs
+from kvtransfer.pieces import Run, Runs
+from kvtransfer.probe import scratch
 from kvtransfer.transports.base import Greeting, LinkOwner
 
 NAME = "shm"
@@ -173,6 +174,13 @@ class ShmInbound:
         assert self._source is not None
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._threads, _copy, self._source, self._target, runs, checksum, stop)
+
+    def probe(self, num_bytes: int, tag: int) -> asyncio.Future[None]:  # noqa: ARG002
+        """Copy; see `InboundLink.probe`."""
+        assert self._source is not None
+        target, runs = Memory(scratch(num_bytes)), Runs.of([Run(0, 0, num_bytes)])
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._threads, copy_runs, self._source, target, runs, Stop())
 
     def discard(self, runs: Runs, tag: int) -> None:
         """Do nothing: unread memory needs no attention."""

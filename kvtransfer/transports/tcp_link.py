@@ -16,6 +16,7 @@ from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
 from kvtransfer.memory import Memory, checksum_of
 from kvtransfer.pieces import Runs
+from kvtransfer.probe import scratch
 from kvtransfer.transports.base import LinkOwner
 from kvtransfer.transports.cursor import IOV_MAX, Cursor
 
@@ -190,6 +191,10 @@ class TcpInbound:
     def receive_bytes(self, buffer: memoryview, tag: int) -> asyncio.Future[None]:
         """Receive into `buffer`; see `ByteReceiver.receive_bytes`."""
         return self._expect(tag, len(buffer), Cursor([buffer]), Stop())
+
+    def probe(self, num_bytes: int, tag: int) -> asyncio.Future[None]:
+        """Receive; see `InboundLink.probe`."""
+        return self.receive_bytes(scratch(num_bytes), tag)
 
     def discard(self, runs: Runs, tag: int) -> None:
         """Read the piece and forget it."""

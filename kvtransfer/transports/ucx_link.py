@@ -13,6 +13,7 @@ from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
 from kvtransfer.memory import Memory, checksum_of, copy_runs
 from kvtransfer.pieces import Runs
+from kvtransfer.probe import scratch
 from kvtransfer.ticket import run_tag
 from kvtransfer.transports.base import LinkOwner
 from kvtransfer.transports.ucx_driver import UcxDriver
@@ -147,6 +148,10 @@ class UcxInbound(UcxLink):
             for i, run in enumerate(runs)
         ]
         return self._driver.start(self._verify(receives, runs, checksum, stop))
+
+    def probe(self, num_bytes: int, tag: int) -> asyncio.Future[None]:
+        """Receive; see `InboundLink.probe`."""
+        return self.receive_bytes(scratch(num_bytes), tag)
 
     def discard(self, runs: Runs, tag: int) -> None:
         """Receive into a single byte: UCX ends the message as truncated, at both ends."""

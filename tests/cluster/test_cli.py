@@ -1,6 +1,7 @@
 """The command line ends every operating error in one clear line and a non-zero code, and its JSON has all its keys."""
 
 import http.server
+import io
 import json
 import socket
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from rich.console import Console
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, router_pb2, worker_pb2
 from cluster.client import Client
+from cluster.commands import show
 from common.errors import ConfigError
 
 LIMIT_S = 60.0
@@ -249,3 +252,23 @@ def test_simple_commands_start_without_torch_ray_or_transformers(arguments: list
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_status_shows_every_pair_of_workers_with_its_rate() -> None:
+    stats = worker_pb2.TransferStats(
+        peer_worker_id="prefill-0",
+        transport="shm",
+        bytes=23_600_000,
+        pieces=6,
+        frames=17,
+        exposed_seconds=0.0041,
+        probed_bytes_per_s=7.5e9,
+        fallbacks=2,
+    )
+    worker = router_pb2.WorkerStatus(worker_id="decode-0", load=worker_pb2.LoadReport(transfer_stats=[stats]))
+    console = Console(width=200, record=True, file=io.StringIO())
+
+    show.print_status(console, show.status_json(admin_pb2.ClusterStatus(workers=[worker])))
+
+    line = next(line for line in console.export_text().splitlines() if "prefill-0" in line)
+    assert all(text in line for text in ("decode-0", "shm", "7.50 GB/s", "23.6 MB", "6", "17", "4.1 ms", "2"))

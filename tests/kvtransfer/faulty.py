@@ -135,6 +135,9 @@ class FaultyInbound:
     def receive_bytes(self, buffer: memoryview, tag: int) -> asyncio.Future[None]:
         return asyncio.ensure_future(self._wire.take(tag, buffer))
 
+    def probe(self, num_bytes: int, tag: int) -> asyncio.Future[None]:
+        return self.receive_bytes(memoryview(bytearray(num_bytes)), tag)
+
     def discard(self, runs: Runs, tag: int) -> None:
         pass
 

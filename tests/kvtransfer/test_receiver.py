@@ -215,6 +215,27 @@ def test_a_wrong_piece_fails_its_transfer_and_writes_nothing_else(
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("sizes", [[0], [16 * SMALL_LAYOUT.block_bytes + 1], [2**63], [100, 100, 100]], ids=str)
+def test_a_probe_out_of_bounds_closes_its_connection(make_shm_pair: MakePair, sizes: list[int]) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            await raw.hello()
+            await raw.receive()
+            for size in sizes[:-1]:
+                await raw.send(Frame(probe=transfer_pb2.Probe(num_bytes=size)))
+                answer = await raw.receive()
+                assert answer is not None
+                assert answer.probe.num_bytes == size
+
+            await raw.send(Frame(probe=transfer_pb2.Probe(num_bytes=sizes[-1])))
+
+            assert await raw.receive() is None
+            assert refusals(pair) == 1
+            await good_transfer(pair)
+
+    asyncio.run(test())
+
+
 def test_a_repeated_piece_and_an_early_complete_fail_the_transfer(make_shm_pair: MakePair) -> None:
     async def test() -> None:
         async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
