@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 from llguidance import gbnf_to_lark
@@ -20,6 +20,8 @@ from common.errors import InvalidRequestError
 Json = dict[str, Any]
 
 CHOICES_MAX = 2048
+_TRIES_MAX = 256
+"""Parts of a schema that are tried to find out which one is wrong; each takes up to a few milliseconds."""
 _LEXER_STATES_MAX = 20_000
 """For each sequence, 1 to 2 KB each. JSON needs hundreds; a regular expression that needs more ends its request."""
 _GRAMMAR_SYMBOLS_MAX = 200_000
@@ -89,9 +91,9 @@ def json_form(schema: Json, path: str) -> Form:
         raise InvalidRequestError(f"{path} is not supported: {error}") from error
     trouble = _trouble(form)
     if trouble:
-        where = _located(schema, schema)
+        where = _located(schema)
         inner = _trouble_of_schema(where.schema, schema) or trouble
-        if found := _UNKNOWN_KEY.fullmatch(inner):
+        if where.is_exact and (found := _UNKNOWN_KEY.fullmatch(inner)):
             raise InvalidRequestError(f"{path}{where.path}.{found[1]} is not supported")
         raise InvalidRequestError(f"{path}{where.path} is not supported: {inner}")
     return form
@@ -132,20 +134,28 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """A part of a schema."""
 
     path: str
     schema: Any
+    is_exact: bool = True
+    """Whether the trouble is its own, and not that of a part of it."""
 
 
-def _located(schema: Any, root: Json, path: str = "") -> _Place:
-    """Return the smallest part of a schema that cannot be obeyed, by trying parts of parts."""
-    for name, part in _parts(schema):
-        if _trouble_of_schema(part, root):
-            return _located(part, root, path + name)
-    return _Place(path, schema)
+def _located(root: Json) -> _Place:
+    """Return the smallest part of a schema that cannot be obeyed, by trying parts of parts; after many, a larger."""
+    place, tries = _Place("", root), 0
+    while True:
+        for name, part in _parts(place.schema):
+            tries += 1
+            if tries > _TRIES_MAX:
+                return place._replace(is_exact=False)
+            if _trouble_of_schema(part, root):
+                place = _Place(place.path + name, part)
+                break
+        else:
+            return place
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -164,11 +174,26 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
 def _trouble_of_schema(part: Any, root: Json) -> str:
     if not isinstance(part, dict):
         return "" if isinstance(part, bool) else "a schema must be an object, true or false"
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root and key not in part}
-    if any(key in root for key in ("$defs", "definitions")) and part is not root:
+    if part is not root:
         # Its own trouble only: what it refers to is looked at where it stands.
-        definitions = {key: dict.fromkeys(value, True) for key, value in definitions.items() if isinstance(value, dict)}
-    return _trouble(Form("start: @json", {"json": {"json_schema": {**definitions, **part}}}))
+        known = {key: root[key] for key in ("$defs", "definitions") if isinstance(root.get(key), dict)}
+        referred = _referred(part)
+        part = {**{key: {name: True for name in known[key] if name in referred} for key in known}, **part}
+    return _trouble(Form("start: @json", {"json": {"json_schema": part}}))
+
+
+def _referred(part: Json) -> set[str]:
+    """Return the last names of all references in a part."""
+    found, left = set[str](), list[Any]([part])
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+            if isinstance(reference := value.get("$ref"), str):
+                found.add(reference.rpartition("/")[2])
+        elif isinstance(value, list):
+            left += value
+    return found
 
 
 def _with_options(schema: Json) -> Json:

@@ -78,6 +78,15 @@ def test_the_same_language_follows_thinking(
         assert not _is_accepted(tokenizer, optional, f"<think>so</think>{text}")
 
 
+def test_the_search_for_what_is_wrong_ends_in_a_schema_of_thousands_of_parts() -> None:
+    properties = {f"p{number}": {"$ref": f"#/$defs/d{number}"} for number in range(900)}
+    schema = {**_obj(**properties), "$defs": {f"d{number}": True for number in range(900)}}
+    schema["properties"]["last"] = {"not": {}}
+
+    with pytest.raises(InvalidRequestError, match=r"grammar.json_schema is not supported: Unimplemented keys"):
+        form_of(_schema(schema), BYTES_MAX, DEPTH_MAX)
+
+
 def _nested(levels: int) -> dict[str, Any]:
     return {"items": _nested(levels - 1)} if levels else {}
 

@@ -92,6 +92,26 @@ def test_what_cannot_be_obeyed_is_refused_by_the_name_that_the_client_used(model
     run(scenario())
 
 
+def test_a_stream_that_goes_on_at_another_worker_takes_its_constraint_along(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_decode=2) as cluster:
+            for worker in cluster.workers.values():
+                worker.step_s = 0.01
+            call = cluster.call(request(grammar=Grammar(json_schema=json.dumps(SCHEMA)), max_tokens=60))
+            responses = [await anext(aiter(call)) for _ in range(3)]
+            victim, heir = sorted(("d0", "d1"), key=lambda name: -cluster.worker(name).num_running)
+
+            await cluster.worker(victim).kill()
+            responses += [response async for response in call]
+
+            [first], [second] = cluster.worker(victim).started, cluster.worker(heir).started
+            assert second.sampling.constraint == first.sampling.constraint != ""
+            assert second.num_prompt_tokens == first.num_prompt_tokens < len(second.token_ids)
+            assert responses[-1].finished.usage.output_tokens == 60
+
+    run(scenario())
+
+
 def test_a_grammar_comes_over_grpc_as_well(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir) as cluster:
