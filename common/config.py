@@ -68,6 +68,12 @@ class PrefillConfig(Node):
     """How many."""
     ray_resources: dict[str, float] = {}
     """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
+    cores: tuple[Count, ...] = ()
+    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first `engine.threads` of
+    them, worker 1 the next, in a circle. Empty: any."""
+    nice: Annotated[int, Field(ge=0, le=19)] = 10
+    """Added to the priority number of a prefill worker's compute threads: on a contended core decode steps, tokens and
+    KV on their way go first, and a prompt still gets about a tenth of it."""
     token_budget: Positive = 512
     """Most prompt tokens in one step."""
     waiting_max: Positive = 256
@@ -84,6 +90,9 @@ class DecodeConfig(Node):
     """How many."""
     ray_resources: dict[str, float] = {}
     """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
+    cores: tuple[Count, ...] = ()
+    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first `engine.threads` of
+    them, worker 1 the next, in a circle. Empty: any."""
     running_max: Positive = 64
     """Most sequences in one step."""
     token_budget: Positive = 256

@@ -15,6 +15,7 @@ from common.status import rpc_errors_to_status
 from decode.loop import DecodeLoop
 from decode.session import GatewaySession
 from engine.engine import Engine
+from engine.placement import Placement
 from engine.prefix_loader import PrefixLoader
 from engine.service import Identity
 from engine.worker import Worker, start_worker
@@ -115,6 +116,7 @@ class DecodeWorker(Worker):
             model_id,
             engine,
             transfer,
+            Placement.of(worker_id, role.cores, engine.threads, 0),
         )
 
 

@@ -16,6 +16,7 @@ from engine.block_pool import BlockPool
 from engine.codec_bound import CodecBound
 from engine.grammar import Grammars
 from engine.kv_cache import KVCache
+from engine.placement import Placement
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import LayerWatch, Limits, ScheduledChunk, TokenOutput
@@ -59,6 +60,8 @@ class Engine:
         self.tiers: BlockTiers | None = None
         self.block_s = math.inf
         """Seconds to compute a block of a prompt, as in the last step that computed one; infinite before the first."""
+        self.placement = Placement()
+        """Of the thread that will call `step`."""
         self._runner = runner
         self._grammars = grammars
 

@@ -85,7 +85,7 @@ class StepRunner:
         self._owner = owner
         self._layer_owner = layer_owner
         self._worker_id = worker_id
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{worker_id}-step")
+        self._thread = ThreadPoolExecutor(1, f"{worker_id}-step", initializer=engine.placement.take)
         self._wake = asyncio.Event()
         self._in_step: set[int] = set()
         self._leaving: list[Sequence] = []

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from common.logs import log
 from engine.codec_bound import CodecBound
 from engine.engine import Engine
 from engine.holder import HolderService, HoldingLoop
+from engine.placement import Placement
 from engine.prefix_loader import PrefixLoader
 from engine.rpc_server import RpcServer
 from engine.service import Identity, ServedLoop, WorkerService
@@ -103,13 +105,23 @@ async def start_worker(
     model_id: str,
     engine: EngineConfig,
     transfer: TransferConfig,
+    placement: Placement,
 ) -> W:
     """Load the model, open the transfer endpoint, make the worker of them, and serve.
+
+    The model is loaded on a thread that is placed as the steps' will be, since backends start their own threads then.
 
     Raises:
         ConfigError: a model or setting that this machine cannot serve.
     """
-    loaded = await asyncio.to_thread(Engine.load, model_dir, engine, model_id, CodecBound.of(engine, transfer))
+    bound = CodecBound.of(engine, transfer)
+    thread = ThreadPoolExecutor(1, f"{worker_id}-load", initializer=placement.take)
+    try:
+        loop = asyncio.get_running_loop()
+        loaded = await loop.run_in_executor(thread, Engine.load, model_dir, engine, model_id, bound)
+    finally:
+        thread.shutdown(wait=False)
+    loaded.placement = placement
     try:
         loaded.open_tiers(engine, worker_id, model_dir)
         endpoint = await TransferEndpoint.start(worker_id, host, loaded.kv, transfer)

@@ -10,6 +10,7 @@ from common.clock import Clock, MonotonicClock
 from common.config import EngineConfig, PrefillConfig, TransferConfig
 from common.status import rpc_errors_to_status
 from engine.engine import Engine
+from engine.placement import Placement
 from engine.prefix_loader import PrefixLoader
 from engine.rpc_server import deadline
 from engine.service import Identity
@@ -95,6 +96,7 @@ class PrefillWorker(Worker):
             model_id,
             engine,
             transfer,
+            Placement.of(worker_id, role.cores, engine.threads, role.nice),
         )
 
 

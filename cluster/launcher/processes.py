@@ -39,6 +39,8 @@ def prepare_ray(session: Path | None) -> None:
         os.environ[_SESSION] = str(session)
         os.environ.update(
             RAY_AUTH_MODE="token",
+            # Ray's own 15 would let whatever else runs here, a client even, take the core from a decode step.
+            RAY_worker_niceness="0",
             RAY_AUTH_TOKEN=secrets.token_hex(32),
             # How long Ray's parts wait for a GCS that is gone before they end (60 by default): a local one never
             # comes back, but a busy machine may keep it from answering for seconds.
