@@ -22,6 +22,9 @@ LAYOUT = SMALL_LAYOUT._replace(num_layers=16, block_tokens=64, head_dim=128)  # 
 NUM_BLOCKS = 24
 MARK = 0xEE
 
+TRANSPORTS = ["shm", "ucx", "tcp", "tcp lossless"]
+"""A codec in the name: and sealed."""
+
 PEER = """
 import asyncio, sys
 from baton_pb.v1 import transfer_pb2
@@ -32,7 +35,8 @@ from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 async def main():
     layout = SMALL_LAYOUT._replace(num_layers=16, block_tokens=64, head_dim=128)
     store = FakeBlockStore(24, layout)
-    config = TransferConfig.model_validate({"transport": sys.argv[1]})
+    transport, _, codec = sys.argv[1].partition(" ")
+    config = TransferConfig.model_validate({"transport": transport, "codec": codec or "raw", "sealed": bool(codec)})
     endpoint = await TransferEndpoint.start("peer", "127.0.0.1", store, config)
     print("ready", flush=True)
     while True:
@@ -109,7 +113,8 @@ async def peer(transport: str) -> AsyncIterator[Peer]:
 @asynccontextmanager
 async def own(transport: str) -> AsyncIterator[tuple[TransferEndpoint, FakeBlockStore]]:
     store = FakeBlockStore(NUM_BLOCKS, LAYOUT)
-    config = TransferConfig.model_validate({"transport": transport})
+    name, _, codec = transport.partition(" ")
+    config = TransferConfig.model_validate({"transport": name, "codec": codec or "raw", "sealed": bool(codec)})
     endpoint = await TransferEndpoint.start("own", "127.0.0.1", store, config)
     try:
         yield endpoint, store
@@ -134,14 +139,14 @@ def is_marked(store: FakeBlockStore) -> bool:
     return all(store.block(block) == bytes([MARK]) * LAYOUT.block_bytes for block in range(NUM_BLOCKS))
 
 
-@pytest.mark.parametrize("transport", ["shm", "ucx", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_cross_both_ways_and_a_receiver_killed_in_full_flow_is_lost_at_once(transport: str) -> None:
     async def test() -> None:
         async with asyncio.timeout(60), peer(transport) as child, own(transport) as (endpoint, store):
             landing = endpoint.grant(list(range(10)), 0)
             assert await child.ask(f"push {landing.ticket.SerializeToString().hex()}") == "announced"
             assert await child.ask("finish") == str(10 * LAYOUT.block_bytes)
-            assert (await landing.landed()).transport == transport
+            assert (await landing.landed()).transport == transport.partition(" ")[0]
             assert all(set(store.block(block)) == {block + 1} for block in range(10))
 
             ticket = transfer_pb2.Ticket.FromString(bytes.fromhex(await child.ask("grant 10")))
@@ -170,7 +175,7 @@ def test_bytes_cross_both_ways_and_a_receiver_killed_in_full_flow_is_lost_at_onc
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("transport", ["shm", "ucx", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_sender_frozen_or_killed_in_full_flow_cannot_write_after_the_abort(transport: str) -> None:
     async def test() -> None:
         async with asyncio.timeout(60), peer(transport) as child, own(transport) as (endpoint, store):
