@@ -21,7 +21,8 @@ from common.config_doors import GatewayConfig, TlsConfig
 from common.errors import WorkerLostError
 from common.rpc import open_channel
 from tests.certificates import Authority, Certified
-from tests.cluster.fake_cluster import HOST, LIMIT_S, fake_cluster, request, run
+from tests.cluster.fake_cluster import HOST, LIMIT_S, fake_cluster, request, run, until
+from tests.cluster.gateway.http.wire import request_bytes
 
 ASKED = request("hello", max_tokens=2)
 
@@ -118,6 +119,39 @@ def test_with_an_authority_for_clients_only_those_with_a_certificate_are_served(
                 await tokens_over_grpc(gateway, grpc.ssl_channel_credentials(trusted))
             with pytest.raises((httpx.TransportError, ssl.SSLError)):
                 await status_of_health(gateway, None)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leaves", ["with a goodbye", "without a word"])
+def test_a_client_that_leaves_an_encrypted_stream_frees_everything(
+    model_dir: Path, tmp_path: Path, leaves: str
+) -> None:
+    authority = Authority(tmp_path)
+    tls = authority.config(authority.certify(), is_mutual=False)
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            worker = cluster.worker("d0")
+            worker.step_s = 0.01
+            config = GatewayConfig(host=HOST, grpc_port=0, http_port=0, tls=tls)
+            gateway = await GatewayServer.start(config, model_dir, "fake", cluster.router.address)
+            port = int(gateway.http_address.rpartition(":")[2])
+            trusted = ssl.create_default_context(cafile=authority.file)
+            reader, writer = await asyncio.open_connection(HOST, port, ssl=trusted)
+            asked = {"prompt": "hello", "stream": True, "max_tokens": 400, "ignore_eos": True}
+            writer.write(request_bytes("/v1/completions", asked))
+            async with asyncio.timeout(LIMIT_S):
+                await reader.readuntil(b"data: ")
+            assert worker.num_running == 1
+
+            if leaves == "without a word":
+                writer.transport.abort()
+            writer.close()
+
+            await until(lambda: worker.num_running == 0, "still running")
+            await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+            await gateway.stop()
 
     run(scenario())
 
