@@ -18,7 +18,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool, checksum_of
 from kvtransfer.pieces import Piece, Runs, cut, joined, piece_bytes, runs_of
-from kvtransfer.probe import NUM_PROBES, probe_bytes, probe_frame, rate_of
+from kvtransfer.probe import NUM_PROBES, probe_bytes, probe_frame, rate_of, scratch
 from kvtransfer.push import BlockPush
 from kvtransfer.seal import Seal
 from kvtransfer.ticket import TicketTerms
@@ -116,17 +116,19 @@ class OutboundPeer:
             WorkerLostError: the connection broke.
         """
         assert self._link is not None
-        memory, rate = self._greeter.pool.memory, None
-        if not (num_bytes := probe_bytes(memory.num_bytes)):
+        rate = None
+        if not (num_bytes := probe_bytes(self._greeter.pool.memory.num_bytes)):
             return None
+        filler = scratch(num_bytes)  # the pool's bytes are nobody's business: what crosses a wire may have to be sealed
         for _ in range(NUM_PROBES):
             self._probed = self._loop.create_future()
             probe = probe_frame(num_bytes)
             self.send(transfer_pb2.TransferFrame(probe=probe))
             if self._link.byte_sender is not None:
-                sending = self._link.byte_sender.send_bytes(memory.view[:num_bytes], probe.tag)
+                sending = self._link.byte_sender.send_bytes(filler, probe.tag)
                 sending.add_done_callback(lambda done: done.exception())
             rate = rate_of(await self._probed)
+        self._choice.link_rate = rate
         self._greeter.counters.probed(self._address.worker_id, self.transport, rate or 0.0)
         return rate
 

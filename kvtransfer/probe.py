@@ -6,7 +6,7 @@ from typing import NamedTuple
 from baton_pb.v1 import transfer_pb2
 
 PROBE_BYTES = 4 * 1024 * 1024
-"""Of the sender's pool; a pool that is smaller than a quarter of this is not worth measuring."""
+"""At most, and no more than the sender's pool has; one smaller than a quarter of this is not worth measuring."""
 NUM_PROBES = 2
 """The first one warms pages and windows up."""
 
@@ -34,5 +34,5 @@ def rate_of(probe: transfer_pb2.Probe) -> float:
 
 
 def scratch(num_bytes: int) -> memoryview:
-    """Return memory to receive a probe in, with its pages in place."""
+    """Return memory to send a probe from or to receive it in, with its pages in place and nothing in it."""
     return memoryview(bytearray(b"\xff" * num_bytes))

@@ -201,6 +201,7 @@ class FaultyDialer:
         await peer.greet()
         wire = self.network.wire(greeter.hello.worker_id, address.worker_id)
         peer.start(FaultyOutbound(wire, greeter.pool.memory))
+        await peer.probe()
         return peer
 
 

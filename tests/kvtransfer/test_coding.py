@@ -190,6 +190,28 @@ def test_sealed_messages_show_nothing_and_never_repeat() -> None:
     run(test)
 
 
+def test_nothing_of_a_pool_crosses_unsealed_not_even_to_measure_the_link() -> None:
+    async def test() -> None:
+        async with faulty_pair(num_blocks=2048, sealed=True) as pair:
+            messages: list[bytes] = []
+
+            def listen(message: bytes) -> bytes:
+                messages.append(message)
+                return message
+
+            pair.wire.damage = listen
+            mark = b"private "
+            for block in range(2048):
+                pair.source.write(block, mark * (SMALL_LAYOUT.block_bytes // len(mark)))
+            await push_all(pair)
+
+            assert max(map(len, messages)) > 1_000_000  # the link was measured
+            assert not any(mark in message for message in messages)
+            assert all(pair.target.block(block) == pair.source.block(0) for block in TARGETS)
+
+    run(test)
+
+
 def test_values_that_a_codec_cannot_carry_fail_their_transfer_only() -> None:
     async def test() -> None:
         async with faulty_pair(codec="int8") as pair:
