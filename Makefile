@@ -10,7 +10,8 @@ BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
-.PHONY: bench-simulator bench-conversations bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway clean
+.PHONY: bench-simulator bench-conversations bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway
+.PHONY: try-clients clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -87,6 +88,9 @@ bench-transfer: install
 bench-gateway: install
 	-loadtest/bench/peers/routers.sh $(PEERS)/routers
 	$(BIN)/python -m loadtest.bench.gateway --peers $(PEERS)/routers $(BENCH_ARGS)
+
+try-clients: install
+	$(BIN)/python -m tools.try_clients --venv $(PEERS)/clients
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
