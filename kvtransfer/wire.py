@@ -153,7 +153,6 @@ class FrameConnection:
             cut = FrameError(f"connection closed in the middle of a frame, {len(self._inbox)} bytes in")
             self._lose(cut if self._inbox else WorkerLostError("connection closed by the peer"))
             return
-        self.last_received = self._loop.time()
         self._inbox += data
         try:
             self._parse()
@@ -173,6 +172,8 @@ class FrameConnection:
             end = begin + HEADER.size + size
             if len(self._inbox) < end:
                 break
+            # Whole frames are signs of life, bytes are not: a stream out of step would wait for its next one for ever.
+            self.last_received = self._loop.time()
             self._on_frame(self._decode(bytes(self._inbox[begin + HEADER.size : end])))
             begin = end
         if len(self._fds) > 1:
