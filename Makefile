@@ -56,7 +56,8 @@ lock: install
 	$(BIN)/python tools/lock.py
 
 bench-router: install
-	$(BIN)/python -m loadtest.bench.router $(BENCH_ARGS)
+	-loadtest/bench/peers/radix.sh $(PEERS)/dynamo
+	$(BIN)/python -m loadtest.bench.router --peer $(PEERS)/dynamo $(BENCH_ARGS)
 
 bench-conversations: install
 	$(BIN)/python -m loadtest.bench.conversations $(BENCH_ARGS)

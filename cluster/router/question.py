@@ -40,6 +40,10 @@ class Candidate:
     """Seconds that a sequence waits here for its KV after its first token, for each token that is sent."""
     backlog: Backlog = field(default_factory=Backlog)
     """Prompts placed here that are not prefilled."""
+    backlog_s: float = 0.0
+    """Of these: predicted seconds of prefill."""
+    token_s: float = STARTING.token_s
+    """As in `model`."""
     is_full: bool = False
     """It has all that it can do at once and something ahead: nothing is placed here while another one has room."""
 

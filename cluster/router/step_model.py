@@ -15,6 +15,7 @@ _FIRST_SURPRISE_MAX, _SURPRISE_MAX = 3.0, 0.5
 _FIRST_OBSERVATIONS = 3
 _FIRST_BUSY_S, _BUSY_MAX_S = 0.05, 1.0
 """Seconds of work that make an observation: short at first, to learn soon. Long ones are all alike and teach little."""
+_ELDERS_EVERY = 64
 _OWN_SHARE = 1.0
 """Observations' worth of a component from which on a worker's own coefficient counts."""
 
@@ -111,10 +112,16 @@ class StepLearner:
             self._before = totals
             self._wanted_s = min(_BUSY_MAX_S, 1.5 * self._wanted_s)
             self._learn(before, totals)
-        elif self._elders is None or self._elders.num_observations == self._elders_seen:
+        elif not self._elders_know_more():
             return False
         self._mix()
         return True
+
+    def _elders_know_more(self) -> bool:
+        """Whether it is worth asking them again: at first after each observation, later after every few."""
+        if self._elders is None:
+            return False
+        return self._elders.num_observations - self._elders_seen > min(_ELDERS_EVERY, self._elders_seen // 8)
 
     def _learn(self, before: StepTotals, now: StepTotals) -> None:
         amounts = (

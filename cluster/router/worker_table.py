@@ -93,6 +93,10 @@ class Account:
     prompt_tokens: int = 0
     """Of these: prompt tokens."""
 
+    def copy(self) -> "Account":
+        """Return the account of this moment."""
+        return Account(self.reservations, self.queued_tokens, self.num_tokens, self.prompt_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -149,11 +153,7 @@ class Worker:
 
     def take_report(self, load: WorkerLoad, now: float) -> None:
         """Take the worker's own word for its load; what is placed from now on is added to it."""
-        account = self.account
-        before, self.load = self.load.steps, load
-        self._reported_at = Account(
-            account.reservations, account.queued_tokens, account.num_tokens, account.prompt_tokens
-        )
+        before, self.load, self._reported_at = self.load.steps, load, self.account.copy()
         if load.steps is not None:
             if self._learner.report(load.steps):
                 self.candidate.model = self._learner.model
@@ -201,6 +201,7 @@ class Worker:
             candidate.used_tokens = max(0, used, now.prompt_tokens if load.waiting_sequences else 0)
             candidate.free_tokens = load.free_blocks * block_tokens
         candidate.step_s = candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens)
+        candidate.backlog_s, candidate.token_s = candidate.backlog.total_s, candidate.model.token_s
         self._mark(self._is_full())
 
     def leave(self) -> None:

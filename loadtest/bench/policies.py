@@ -1,29 +1,35 @@
 """The same trace through every routing policy, simulated: hit rate, TTFT, goodput, at 80 % and 120 % of capacity.
 
-Capacity is reckoned without caches: at 100 % the prefill workers would just keep up if nothing were ever reused. Run as
-`python -m loadtest.bench.policies TRACE.jsonl`.
+Capacity is reckoned without caches: at 100 % the prefill workers would just keep up if nothing were ever reused. The
+ideal hit rate is that of one cache that never forgets. Each policy's peer is round_robin in the same run; the rows of
+`cost` say how it stands to the best of the others. Run as `python -m loadtest.bench.policies TRACE.jsonl`.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from cluster.router.policies.registry import POLICIES
 from loadtest.arrivals import PoissonArrival, TraceArrival
 from loadtest.bench.common import BenchRow, publish
-from loadtest.content import TokenPrompt
+from loadtest.content import Segment, TokenPrompt
 from loadtest.execute import Plan
+from loadtest.metrics import Summary, summarize
 from loadtest.records import Slo
 from loadtest.runner import RunOptions
 from loadtest.simulator.cluster import ClusterShape
+from loadtest.simulator.names import block_names
 from loadtest.simulator.profile import Profile, load_profile
-from loadtest.simulator.simulate import simulate
+from loadtest.simulator.simulate import Simulation
 from loadtest.workload import MooncakeWorkload, SyntheticWorkload, take
 
 _SLO = Slo(ttft_s=5.0, tpot_s=0.05)
-_BASELINE = "round_robin"
+_BASELINE, _OURS = "round_robin", "cost"
+_GOODPUT_GOAL = 1.5
+"""Times that of the baseline, where there is anything to win: on shared prefixes, beyond capacity."""
 
 
 def main(
@@ -31,17 +37,18 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Of each role.")] = 32,
     sessions: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     profile: Annotated[str, typer.Option(help="Cost model.")] = "h100-8b",
+    admission: Annotated[bool, typer.Option(help="Requests wait at the router when all workers are busy.")] = True,
 ) -> None:
     """Print the table and write build/bench/policies.json."""
     model = load_profile(profile)
     workload = MooncakeWorkload(path=trace, granularity=model.block_tokens)
     base = Plan(workload, TraceArrival(), sessions, _SLO, RunOptions())
+    bench = _Bench(model, workers, admission)
     rows: list[BenchRow] = []
     for load in (0.8, 1.2):
-        speedup = load / _utilisation(base, model, workers)
-        plan = replace(base, arrival=TraceArrival(speedup=speedup))
-        rows += _rows(plan, model, workers, f"{trace.stem} at {load:.0%}")
-    rows += _rows(_unshared(model, workers, sessions), model, workers, "nothing shared at 80%")
+        plan = replace(base, arrival=TraceArrival(speedup=load / _utilisation(base, model, workers)))
+        rows += bench.rows(plan, f"{trace.stem} at {load:.0%}", _GOODPUT_GOAL if load > 1 else None)
+    rows += bench.rows(_unshared(model, workers, sessions), "nothing shared at 80%", None)
     publish("policies", rows)
 
 
@@ -65,35 +72,87 @@ def _unshared(profile: Profile, workers: int, sessions: int | None) -> Plan:
     return Plan(workload, PoissonArrival(rate=rate), sessions or 10_000, _SLO, RunOptions())
 
 
-def _rows(plan: Plan, profile: Profile, workers: int, label: str) -> list[BenchRow]:
-    """Return each policy's rows; the peer of each is round_robin in the same run."""
-    shapes = {policy: ClusterShape(workers, workers, 0, policy, admission=False) for policy in POLICIES}
-    summaries = {policy: simulate(plan, profile, shape).summary for policy, shape in shapes.items()}
-    base = summaries[_BASELINE]
-    rows = []
-    for policy, summary in summaries.items():
-        note = (
-            f"{summary['completed']} of {summary['requests']} answered, {workers} + {workers} workers, {profile.name}"
-        )
-        for name, unit, is_higher_better, ours, peer in (
-            ("hit rate", "share", True, summary["cache_hit"], base["cache_hit"]),
-            ("mean TTFT", "s", False, summary["ttft"]["mean"], base["ttft"]["mean"]),
-            ("p99 TTFT", "s", False, summary["ttft"]["p99"], base["ttft"]["p99"]),
-            ("goodput", "1/s", True, summary["goodput_per_s"], base["goodput_per_s"]),
-        ):
-            is_baseline = policy == _BASELINE
-            rows.append(
-                BenchRow(
-                    f"{label}: {policy}: {name}",
-                    ours,
-                    unit,
-                    is_higher_better,
-                    peer=None if is_baseline else peer,
-                    peer_name=None if is_baseline else _BASELINE,
-                    note=note,
+def _ideal_hit(plan: Plan, profile: Profile) -> float:
+    """Return the share of prompt tokens that one cache would hold that never forgets and is never late."""
+    seen, cached, total = set[bytes](), 0, 0
+    for session in take(plan.workload, 0, profile.context_tokens, plan.sessions):
+        prompt = session.turns[0].prompt
+        assert isinstance(prompt, TokenPrompt)
+        parts = [part for part in prompt.parts if isinstance(part, Segment)]
+        names = block_names(parts, profile.block_tokens, prompt.num_tokens // profile.block_tokens)
+        hits = next((count for count, name in enumerate(names) if name not in seen), len(names))
+        cached += min(hits * profile.block_tokens, prompt.num_tokens - 1)
+        total += prompt.num_tokens
+        seen.update(names)
+    return cached / total
+
+
+class _Figure(NamedTuple):
+    name: str
+    unit: str
+    is_higher_better: bool
+    values: Mapping[str, float]
+    """By policy."""
+
+    def best_other(self) -> str:
+        others = {policy: value for policy, value in self.values.items() if policy != _OURS}
+        return (max if self.is_higher_better else min)(others, key=lambda policy: others[policy])
+
+
+class _Bench(NamedTuple):
+    """One cluster, for every policy the same."""
+
+    profile: Profile
+    workers: int
+    admission: bool
+
+    def rows(self, plan: Plan, label: str, goodput_goal: float | None) -> list[BenchRow]:
+        """Return each policy's rows."""
+        found = {policy: self._summary(plan, policy) for policy in POLICIES}
+        ideal = _ideal_hit(plan, self.profile)
+        rows = []
+        for figure in _figures(found):
+            best = figure.best_other()
+            for policy, value in figure.values.items():
+                summary = found[policy]
+                note = f"{summary.completed} of {summary.requests} answered"
+                if figure.name == "hit rate":
+                    note += f"; ideal {ideal:.1%}"
+                if policy == _OURS:
+                    note += f"; best other: {best} {figure.values[best]:.4g}"
+                is_baseline = policy == _BASELINE
+                rows.append(
+                    BenchRow(
+                        f"{label}: {policy}: {figure.name}",
+                        value,
+                        figure.unit,
+                        figure.is_higher_better,
+                        peer=None if is_baseline else figure.values[_BASELINE],
+                        peer_name=None if is_baseline else _BASELINE,
+                        goal=_goal(figure, policy, goodput_goal),
+                        note=note,
+                    )
                 )
-            )
-    return rows
+        return rows
+
+    def _summary(self, plan: Plan, policy: str) -> Summary:
+        shape = ClusterShape(self.workers, self.workers, 0, policy, self.admission)
+        return summarize(Simulation(plan, self.profile, shape).run(), plan.slo)
+
+
+def _figures(found: Mapping[str, Summary]) -> list[_Figure]:
+    return [
+        _Figure("hit rate", "share", True, {policy: each.cache_hit for policy, each in found.items()}),
+        _Figure("mean TTFT", "s", False, {policy: each.ttft.mean for policy, each in found.items()}),
+        _Figure("p99 TTFT", "s", False, {policy: each.ttft.p99 for policy, each in found.items()}),
+        _Figure("goodput", "1/s", True, {policy: each.goodput_per_s for policy, each in found.items()}),
+    ]
+
+
+def _goal(figure: _Figure, policy: str, goodput_goal: float | None) -> float | None:
+    if policy != _OURS or figure.name != "goodput":
+        return None
+    return (goodput_goal or 1.0) * figure.values[_BASELINE]
 
 
 if __name__ == "__main__":

@@ -3,17 +3,23 @@
 Prompts of 8,192 tokens (512 blocks of 16), of two kinds. Hit-heavy: all prompts begin with the same 64 blocks, which
 every worker holds; 320 further blocks are held by one prefill and one decode worker. Disjoint: nobody holds a block of
 any prompt. Between two placements a worker reports, and 32 earlier requests are still running. Times are CPU seconds of
-the thread: what else runs on the machine does not count. Run as `python -m loadtest.bench.router`.
+the thread: what else runs on the machine does not count. What the index does alone is measured beside Dynamo's, if
+`loadtest/bench/peers/radix.sh` could install that. How whole routers compare, `make bench-gateway` measures.
+Run as `python -m loadtest.bench.router`.
 """
 
 import gc
+import json
+import statistics
+import subprocess
 import time
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -32,6 +38,10 @@ _COMMON_BLOCKS, _OWN_BLOCKS = 64, 320
 _RUNNING = 32
 _GOAL_P99_MS, _GOAL_RATE, _GOAL_BYTES = 1.0, 3000.0, 120.0
 _GOAL_WORKERS = 128
+_PEER = Path.home() / ".cache/baton/peers/dynamo"
+_PEER_NAME = "ai-dynamo-runtime RadixTree"
+_PEER_SCRIPT = Path(__file__).parent / "peers/radix.py"
+_PEER_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +61,14 @@ def main(
     placements: Annotated[int, typer.Option(min=100, help="In each repetition.")] = 3000,
     repetitions: Annotated[int, typer.Option(min=1)] = 5,
     quick: Annotated[bool, typer.Option(help="Without the index of 10 million blocks.")] = False,
+    only: Annotated[str | None, typer.Option(help="One policy instead of all.")] = None,
+    peer: Annotated[Path, typer.Option(help="Venv that loadtest/bench/peers/radix.sh has made.")] = _PEER,
 ) -> None:
-    """Measure placements per second, p99 decision time and index bytes."""
+    """Measure placements per second, p99 decision time and index bytes, and the index beside Dynamo's."""
     rows = []
     for size in _SIZES[:-1] if quick else _SIZES:
         cluster = _Cluster(size)
-        for policy in POLICIES:
+        for policy in POLICIES if only is None else [only]:
             for kind, chain in (("hit-heavy", cluster.held_chain), ("disjoint", cluster.unknown_chain)):
                 requests = [_request(number, chain(), cluster.rng) for number in range(placements)]
                 router = cluster.router(policy)
@@ -64,6 +76,7 @@ def main(
                 runs = [_run(router, requests) for _ in range(repetitions)]
                 rows += _rows(f"{policy}, {kind}, {size}", size.workers == _GOAL_WORKERS, runs)
         rows.append(_events_row(cluster))
+        rows += _match_rows(cluster, _radix(peer, size, placements))
     rows += [_bytes_row(1), _bytes_row(2)]
     publish("router", rows)
 
@@ -195,6 +208,51 @@ def _events_row(cluster: _Cluster) -> BenchRow:
     return BenchRow(
         f"cache events: {cluster.size}", rate.median, "blocks/s", True, spread=rate.spread, note="stored and evicted"
     )
+
+
+def _match_rows(cluster: _Cluster, radix: dict[str, Any] | str) -> list[BenchRow]:
+    """Compare how many prompts a second the index finds the holders of; `radix` is the peer's result, or why not."""
+    rows = []
+    for kind, key, chain in (
+        ("hit-heavy", "held_s", cluster.held_chain),
+        ("disjoint", "unknown_s", cluster.unknown_chain),
+    ):
+        prompts = [chain() for _ in range(500)]
+        rate = Repeated.of([1 / _find_s(cluster.index, prompts) for _ in range(5)])
+        note = f"{PROMPT_BLOCKS} blocks each; the peer, which has a thread of its own, by wall time"
+        rows.append(
+            BenchRow(
+                f"prompts matched: {kind}, {cluster.size}",
+                rate.median,
+                "1/s",
+                True,
+                peer=None if isinstance(radix, str) else 1 / statistics.median(radix[key]),
+                peer_name=_PEER_NAME,
+                spread=rate.spread,
+                note=radix if isinstance(radix, str) else note,
+            )
+        )
+    return rows
+
+
+def _find_s(index: PrefixIndex, prompts: Sequence[Sequence[bytes]]) -> float:
+    begin = time.thread_time()
+    for prompt in prompts:
+        index.find(prompt)
+    return (time.thread_time() - begin) / len(prompts)
+
+
+def _radix(venv: Path, size: _Size, prompts: int) -> dict[str, Any] | str:
+    """Return the peer's result, or why it could not be run."""
+    command = [str(venv / "bin/python"), str(_PEER_SCRIPT), str(size.workers), str(size.blocks), str(prompts)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PEER_TIMEOUT_S)
+        found: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        return f"the peer failed: {error.stderr.strip().splitlines()[-1] if error.stderr.strip() else error}"
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"the peer could not be run: {error}"
+    return found
 
 
 def _bytes_row(holders: int) -> BenchRow:

@@ -12,6 +12,8 @@ _FEW = 4
 """Holders of equally much of a prompt that are weighed one by one; of more, only the least busy."""
 _LEVELS = 4
 """Deepest levels of holders that are weighed."""
+_MANY = 64
+"""Candidates that are looked at one by one; of more, so many drawn at random, the least busy of which is as good."""
 _NEARLY, _NEARLY_S = 0.02, 1e-4
 """Loads within this share and these seconds of the least are equal, and chance decides."""
 
@@ -49,13 +51,18 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
     """
     if not group.members:
         return ()
-    idlest = _least(group.members, loads(question, group.members), rng)
+    seen = group.members if len(group) <= _MANY else rng.choices(group.members, k=_MANY)
+    idlest = _least(seen, loads(question, seen), rng)
     found = {idlest.worker_id: idlest}
     hits = question.hits
     for level in hits.levels[: -_LEVELS - 1 : -1]:  # the deepest first
-        if level.holders.bit_count() > _FEW and level.holders & hits.bits.get(idlest.worker_id, 0):
+        count = level.holders.bit_count()
+        if count > _FEW and level.holders & hits.bits.get(idlest.worker_id, 0):
             continue  # the least busy of all is the least busy of these
-        members = [group.by_id[name] for name in hits.names_of(level.holders) if name in group.by_id]
+        if count <= _MANY:
+            members = [group.by_id[name] for name in hits.names_of(level.holders) if name in group.by_id]
+        else:
+            members = [member for member in seen if level.holders & hits.bits.get(member.worker_id, 0)]
         if len(members) > _FEW:
             members = [_least(members, loads(question, members), rng)]
         found.update((candidate.worker_id, candidate) for candidate in members)
@@ -69,7 +76,7 @@ def _least(candidates: Sequence[Candidate], loads: Sequence[float], rng: Random)
 
 def _prefill_loads(question: Question, candidates: Sequence[Candidate]) -> list[float]:
     tokens = question.num_tokens
-    return [candidate.backlog.total_s + tokens * candidate.model.token_s for candidate in candidates]
+    return [candidate.backlog_s + tokens * candidate.token_s for candidate in candidates]
 
 
 def _decode_loads(question: Question, candidates: Sequence[Candidate]) -> list[float]:  # noqa: ARG001 - see _Loads

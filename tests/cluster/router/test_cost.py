@@ -28,10 +28,16 @@ def cluster(*names: str, clock: ManualClock | None = None) -> Router:
         router.welcome(name, WorkerFacts(1, "m", "l", BLOCK, b"", 4096, 1 << 16))
         router.index.replace(name, [])
         router.report(name, WorkerLoad(free_blocks=4096))
-        row = router.workers.get(name)
-        assert row is not None
-        row.candidate.model = MODEL
+        know(router, name, MODEL)
     return router
+
+
+def know(router: Router, name: str, model: StepModel) -> None:
+    """Let the router know what a worker's steps cost."""
+    row = router.workers.get(name)
+    assert row is not None
+    row.candidate.model = model
+    row.take_report(row.load, router.now())
 
 
 def chain(num_tokens: int = 1600, mark: int = 0) -> list[bytes]:
@@ -113,9 +119,7 @@ def test_targets_come_before_the_sum() -> None:
 
 def test_a_slow_worker_gets_less() -> None:
     router = cluster("p0", "p1", "d0")
-    slow = router.workers.get("p1")
-    assert slow is not None
-    slow.candidate.model = StepModel(*(4 * part for part in MODEL))
+    know(router, "p1", StepModel(*(4 * part for part in MODEL)))
 
     live = [router.place(ask(mark=10_000 * number)) for number in range(40)]
 
