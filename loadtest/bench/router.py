@@ -40,7 +40,7 @@ _GOAL_P99_MS, _GOAL_RATE, _GOAL_BYTES = 1.0, 3000.0, 120.0
 _GOAL_WORKERS = 128
 _PEER = Path.home() / ".cache/baton/peers/dynamo"
 _PEER_NAME = "ai-dynamo-runtime RadixTree"
-_PEER_SCRIPT = Path(__file__).parent / "peers/radix.py"
+_PEER_SCRIPT = Path(__file__).parent / "radix_peer.py"
 _PEER_TIMEOUT_S = 600
 
 

@@ -1,7 +1,7 @@
 """Measures ai-dynamo-runtime's radix index on the prompts of `loadtest.bench.router`. Runs in that peer's own venv.
 
-Usage: radix.py WORKERS BLOCKS PROMPTS. Prints one JSON object: seconds of wall time, since its tree has a thread of its
-own. It imports nothing of ours.
+Usage: radix_peer.py WORKERS BLOCKS PROMPTS. Prints one JSON object: seconds of wall time, since its tree has a
+thread of its own. It imports nothing of ours.
 """
 
 import importlib
