@@ -10,7 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.router.front import Asked, Front
 from cluster.router.placement import PlacementRequest, Reservation
+from cluster.router.policies.least_loaded import LeastLoaded
+from cluster.router.policies.policy import Choice
 from cluster.router.policies.registry import POLICIES
+from cluster.router.question import Question
 from cluster.router.router import Router
 from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from cluster.service_level import ORDINARY, Priority, ServiceLevel
@@ -172,6 +175,31 @@ def test_a_request_that_lost_its_worker_is_placed_next_whatever_it_asked_for() -
     assert door.ask("again", ServiceLevel(ttft_target_s=1e-4), is_admitted=True) is True
     door.release("r0")
     assert door.placed()[-1] == "again"
+
+
+class Recorder(LeastLoaded):
+    """Notes the targets that it is asked for."""
+
+    def __init__(self) -> None:
+        self.targets_s: list[float | None] = []
+
+    def choose(self, question: Question, rng: Random) -> Choice:
+        self.targets_s.append(question.ttft_target_s)
+        return super().choose(question, rng)
+
+
+def test_what_a_request_waited_is_taken_off_its_target() -> None:
+    door = Door()
+    door.router.policy = recorder = Recorder()
+    for number in range(ROOM):
+        door.ask(f"r{number}")
+    door.ask("late", ServiceLevel(ttft_target_s=60.0))
+
+    door.clock.advance(20.0)
+    door.release("r0")
+
+    assert door.placed()[-1] == "late"
+    assert recorder.targets_s == [None] * ROOM + [40.0]
 
 
 def test_a_withdrawn_request_gets_no_answer() -> None:
