@@ -165,9 +165,9 @@ def capacity(
 
 @app.command()
 def simulate(
-    profile: Annotated[str, typer.Option(help="A shipped cost model (two-core-cpu, h100-8b) or a YAML file.")] = (
-        "two-core-cpu"
-    ),
+    profile: Annotated[
+        str, typer.Option(help="A shipped cost model (two-core-cpu, two-core-epyc, h100-8b) or a YAML file.")
+    ] = ("two-core-cpu"),
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     both: Annotated[int, typer.Option(min=0, help="Colocated workers.")] = 0,

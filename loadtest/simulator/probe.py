@@ -86,7 +86,7 @@ async def observe(address: str, plan: ProbePlan = ProbePlan()) -> Observations:
         ConfigError: no worker is ready, or their handshakes lack the layout.
     """
     async with _target(address) as target:
-        status = await _status(address)
+        status = await cluster_status(address)
         rows = [row for row in status.router.workers if row.state == "ready"]
         layout = rows[0].handshake.layout if rows else None
         if layout is None or layout.dtype not in _DTYPE_BYTES:
@@ -128,7 +128,12 @@ async def _target(address: str) -> AsyncIterator[BatonTarget]:
         await target.close()
 
 
-async def _status(address: str) -> admin_pb2.ClusterStatus:
+async def cluster_status(address: str) -> admin_pb2.ClusterStatus:
+    """Return the cluster's status.
+
+    Raises:
+        BatonError: it cannot be reached.
+    """
     async with grpc.aio.insecure_channel(address) as channel:
         stub: admin_pb2_grpc.AdminAsyncStub = admin_pb2_grpc.AdminStub(channel)
         with typed_rpc_errors():
