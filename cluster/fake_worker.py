@@ -118,6 +118,18 @@ class FakeWorker:
         """Sequences that have not ended."""
         return sum(len(session.sequences) for session in self._sessions)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens made for the sequences that have not ended."""
+        return sum(one.count for session in self._sessions for one in session.sequences.values())
+
+    def step(self) -> None:
+        """Give each sequence its next token now, whatever `step_s`."""
+        for session in self._sessions:
+            for sequence in session.sequences.values():
+                sequence.has_begun = False  # a first token waits for nothing
+            session.changed.set()
+
     def refuse(self, *errors: BatonError) -> None:
         """Answer the next requests (to start or to prefill) with these errors."""
         self._refusals.extend(errors)

@@ -31,6 +31,13 @@ def test_every_path_named_exists(document: Path) -> None:
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
+def test_every_test_named_exists() -> None:
+    named = {m for d in DOCUMENTS for m in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", d.read_text())}
+
+    assert named
+    assert {(path, test) for path, test in named if f"def {test}(" not in (ROOT / path).read_text()} == set()
+
+
 def test_every_make_target_named_exists() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {m for d in DOCUMENTS for m in re.findall(r"`make ([a-z-]+)", d.read_text())}

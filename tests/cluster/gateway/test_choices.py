@@ -82,3 +82,18 @@ def test_leaving_frees_all_choices(model_dir: Path) -> None:
             await until(lambda: worker.num_running == 0, "choices are left")
 
     run(scenario())
+
+
+def test_choices_with_remote_prefill_each_take_and_give_back_a_reservation_of_their_own(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            answer = await cluster.ask(asked(3, max_tokens=4))
+
+            assert {response.choice for response in answer.responses} == {0, 1, 2}
+            assert len(cluster.worker("p0").prefilled) == 3
+            assert cluster.router.status().placements_total == 3
+            assert {r.finished.placement.prefill_worker_id for r in answer.responses if r.HasField("finished")} == {
+                "p0"
+            }
+
+    run(scenario())  # at its end no reservation, request or sequence may be left
