@@ -49,9 +49,12 @@ class InProcessHuge(InProcess):
 
 
 class RawTcp:
-    """Implements `Contender`: blocking sockets, scattered and gathered by the kernel, nothing verified."""
+    """Implements `Contender`: blocking sockets, scattered and gathered by the kernel, nothing verified.
 
-    is_shared = False
+    In memory of the kind that the engine's pools are made of, so that the difference to ours is what we add.
+    """
+
+    is_shared = True
 
     def __init__(self, side: Side, option: str) -> None:  # noqa: ARG002
         self._side = side

@@ -1,7 +1,10 @@
 """TCP sockets on the loop, for the transports between hosts."""
 
 import asyncio
+import contextlib
+import os
 import socket
+from pathlib import Path
 from typing import Any
 
 BACKLOG = 128
@@ -13,6 +16,29 @@ def listen(host: str) -> tuple[socket.socket, int]:
     sock = socket.create_server((host, 0), family=family, backlog=BACKLOG)
     sock.setblocking(False)
     return sock, sock.getsockname()[1]
+
+
+def keep_to_loopback(port: int) -> bool:
+    """Let a listening socket of this process hear the loopback device only; return whether it was found and obeyed.
+
+    For libraries that listen on all addresses and take none: the kernel then drops what comes from other hosts.
+    """
+    is_kept = False
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(entry.readlink()).startswith("socket:"):
+                is_kept |= _keep_to_loopback(int(entry.name), port)
+    return is_kept
+
+
+def _keep_to_loopback(fd: int, port: int) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        is_inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+        is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if not (is_inet and is_listening and sock.getsockname()[1] == port):
+            return False
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+        return True
 
 
 async def connect(host: str, port: int) -> socket.socket:

@@ -29,7 +29,7 @@ from common.logs import log
 from kvtransfer.memory import Memory
 from kvtransfer.transports import sockets
 from kvtransfer.transports.base import Greeting, LinkOwner
-from kvtransfer.transports.ucx_driver import UcxDriver
+from kvtransfer.transports.ucx_driver import UcxDriver, is_loopback
 from kvtransfer.transports.ucx_link import NAME, UcxInbound, UcxLink, UcxOutbound
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class UcxStation:
         self._unpaired: dict[int, Any] = {}
         self._links: set[UcxLink] = set()
         self._listener = ucx.UCXListener.create(self.driver.worker, 0, self._arrived)
+        if is_loopback(host) and not sockets.keep_to_loopback(self._listener.port):
+            log(logger, logging.WARNING, "ucx listens on all interfaces: its socket was not found", host=host)
         self.driver.kick()
 
     def expect(self, link: UcxInbound) -> bytes:

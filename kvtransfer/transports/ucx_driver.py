@@ -35,7 +35,7 @@ class UcxDriver:
 
     def __init__(self, host: str) -> None:
         options = dict(OPTIONS)
-        if _is_loopback(host):
+        if is_loopback(host):
             options["NET_DEVICES"] = "lo"  # UCX listens on every device it may use, and asks nobody for a password
         self._context: Any = ucx.UCXContext(options, feature_flags=FEATURES)
         self.worker: Any = ucx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
@@ -128,7 +128,8 @@ class UcxDriver:
         return True
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is reached by this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -201,6 +201,7 @@ async def measure(
         pairs = []
         for one in means:
             pair = Pair(one, work)
+            sys.stderr.write(f"{work}: starting {one.name}\n")
             try:
                 await pair.start(scratch)
             except PairError as error:
@@ -209,6 +210,7 @@ async def measure(
             else:
                 pairs.append(pair)
             stack.push_async_callback(pair.close)
+        sys.stderr.write(f"{work}: {rounds} rounds\n")
         for number in range(rounds + 1):
             for order in orders:
                 for pair in pairs:
