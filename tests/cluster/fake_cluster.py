@@ -171,6 +171,7 @@ async def fake_cluster(
     policy: str = "prefix",
     model: FakeModel | None = None,
     admin_key: str | None = None,
+    queue_max: int = 1024,
     **gateway: Any,
 ) -> AsyncIterator[FakeCluster]:
     """Start everything; at the end no request, reservation or sequence may be left."""
@@ -179,7 +180,8 @@ async def fake_cluster(
         for number in range(count):
             worker = await FakeWorker.start(f"{name}{number}", role, model)
             workers[worker.worker_id] = worker
-    router = await RouterServer.start(HOST, 0, RouterConfig.model_validate({"policy": policy}), HEARTBEAT_S)
+    routing = RouterConfig.model_validate({"policy": policy, "queue_max": queue_max})
+    router = await RouterServer.start(HOST, 0, routing, HEARTBEAT_S)
     config = GatewayConfig(host=HOST, grpc_port=0, http_port=0, **gateway)
     server = await GatewayServer.start(config, model_dir, "fake", router.address)
     channel = grpc.aio.insecure_channel(server.grpc_address)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from cluster.fake_worker import FakeModel
 from cluster.gateway.http.refusals import refusal_of
 from common import errors
 from common.status import CODES
-from tests.cluster.fake_cluster import fake_cluster, run
+from tests.cluster.fake_cluster import fake_cluster, run, until
 from tests.cluster.gateway.http.wire import get, post, wire
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -233,6 +234,30 @@ def test_more_requests_than_may_run_are_told_to_come_back(model_dir: Path) -> No
             assert answer.headers["retry-after"] == "1"
             cluster.worker("d0").may_step.set()
             assert (await first.response()).status == 200
+
+    run(scenario())
+
+
+def test_overload_is_refused_with_a_time_to_come_back_and_the_lowest_class_first(model_dir: Path) -> None:
+    low, high = {**COMPLETION, "priority": "low"}, {**COMPLETION, "priority": "high"}
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, model=FakeModel(running_max=1), queue_max=1) as cluster:
+            cluster.worker("d0").may_step.clear()
+            running = [asyncio.create_task(post(cluster, "/v1/completions", COMPLETION)) for _ in range(2)]
+            await until(lambda: cluster.router.status().reservations == 2, "not placed")
+            waiting = asyncio.create_task(post(cluster, "/v1/completions", low))
+            await until(lambda: cluster.router.status().queued == 1, "does not wait")
+
+            refused = await post(cluster, "/v1/completions", low)
+            urgent = asyncio.create_task(post(cluster, "/v1/completions", high))
+            shed = await waiting
+
+            for answer in (refused, shed):
+                assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+                assert int(answer.headers["retry-after"]) >= 1
+            cluster.worker("d0").may_step.set()
+            assert [(await task).status for task in (*running, urgent)] == [200] * 3
 
     run(scenario())
 
