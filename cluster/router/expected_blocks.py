@@ -63,6 +63,14 @@ class ExpectedBlocks:
         if entry is not None:
             self._forget(entry)
 
+    def forget(self, worker_id: str) -> None:
+        """A worker is gone, and whatever was to be there."""
+        for key in [key for key, entry in self._by_key.items() if entry.worker_id == worker_id]:
+            self.drop(key)
+        for _, entry in self._settling:
+            if entry.worker_id == worker_id:
+                self._forget(entry)
+
     def find(self, chain: Sequence[bytes], now: float) -> Mapping[str, int]:
         """Return how many leading blocks of a chain are expected where."""
         self._expire(now)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from cluster.router.backlog import Prompt
+from cluster.router.eligible import DECODERS, eligible_decoders, eligible_prefillers
 from cluster.router.estimate import PairEstimate, estimate_pair, harmless
 from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
@@ -19,19 +20,16 @@ from cluster.router.placement import Placement, PlacementRequest, Reservation, S
 from cluster.router.policies.cost import Cost
 from cluster.router.policies.policy import Choice, Policy
 from cluster.router.prefix_index import PrefixIndex
-from cluster.router.question import Candidate, Group, Question
+from cluster.router.question import Candidate, Question
 from cluster.router.room import AHEAD_S, has_room, those_with_room
 from cluster.router.silence import SilenceWatch
 from cluster.router.traffic import Traffic
 from cluster.router.worker_table import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad, WorkerTable
 from common.clock import Clock, MonotonicClock
-from common.errors import InvalidRequestError, MismatchError, WorkerLostError
+from common.errors import MismatchError
 from common.logs import log
 
 _LOG = logging.getLogger(__name__)
-_DECODERS = (Role.DECODE, Role.BOTH)
-RETRY_AFTER_S = 1.0
-"""A worker that died is replaced, or noticed to live, in about this time at best."""
 
 
 class Router:
@@ -97,7 +95,7 @@ class Router:
     def has_room(self) -> bool:
         """Whether a request that is placed now goes to workers that are not full. True also when there are none."""
         return not self.workers.fulls.count or has_room(
-            self.workers.ready(*_DECODERS).candidates, self.workers.ready(Role.PREFILL).candidates
+            self.workers.ready(*DECODERS).candidates, self.workers.ready(Role.PREFILL).candidates
         )
 
     def expected_output(self, request: PlacementRequest) -> float:
@@ -164,6 +162,7 @@ class Router:
         new, left = self.workers.replace(infos)
         for worker_id in left:
             self.index.forget(worker_id)
+            self.expected.forget(worker_id)
             self._silence.forget(worker_id)
         self._forget_agreement_if_alone()
         return new, left
@@ -231,7 +230,7 @@ class Router:
     # Inside.
 
     def _question(self, request: PlacementRequest, heat: Callable[[Sequence[bytes], Hits, float], Hot]) -> Question:
-        decode, prefill = self._decoders(request), self._prefillers(request)
+        decode, prefill = eligible_decoders(self.workers, request), eligible_prefillers(self.workers, request)
         if self.workers.fulls.count:
             decode, prefill = those_with_room(decode, prefill)
         now = self.now()
@@ -252,37 +251,6 @@ class Router:
             ttft_target_s=request.ttft_target_s,
             tpot_target_s=request.tpot_target_s,
             outlook=self._traffic.outlook(now),
-        )
-
-    def _decoders(self, request: PlacementRequest) -> Group:
-        ready = self.workers.ready(*_DECODERS)
-        if ready.workers and not request.excluded and ready.all_finish(request.num_tokens, request.max_output_tokens):
-            return ready.candidates
-        decoders = [worker for worker in ready.workers if worker.info.worker_id not in request.excluded]
-        if not decoders:
-            states = self.workers.states(*_DECODERS)
-            failed = f"; {', '.join(sorted(request.excluded))} failed this request" if request.excluded else ""
-            raise WorkerLostError(f"no decode worker can take a request: {states}{failed}", RETRY_AFTER_S)
-        roomy = [worker for worker in decoders if worker.holds(request.num_tokens)]
-        if not roomy:
-            largest = max(worker.facts.pool_tokens for worker in decoders if worker.facts is not None)
-            raise InvalidRequestError(
-                f"prompt has {request.num_tokens} tokens, the largest pool of a worker holds {largest}, output included"
-            )
-        ample = [worker for worker in roomy if worker.can_finish(request.num_tokens, request.max_output_tokens)]
-        # Who cannot finish it will say so, with need and limit.
-        return Group([worker.candidate for worker in ample or roomy])
-
-    def _prefillers(self, request: PlacementRequest) -> Group:
-        ready = self.workers.ready(Role.PREFILL)
-        if not request.excluded and request.num_tokens < ready.pool_tokens:
-            return ready.candidates
-        return Group(
-            [
-                worker.candidate
-                for worker in ready.workers
-                if worker.info.worker_id not in request.excluded and worker.holds(request.num_tokens)
-            ]
         )
 
     def _row(self, candidate: Candidate) -> Worker:
@@ -371,6 +339,7 @@ class Router:
         self.workers.move(worker, state, reason)
         worker.forget_report()
         self.index.forget(worker_id)
+        self.expected.forget(worker_id)
         self._forget_agreement_if_alone()
         return was is not state
 

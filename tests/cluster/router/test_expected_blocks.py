@@ -56,6 +56,19 @@ def test_a_prompt_that_fails_is_forgotten_at_once() -> None:
     assert len(expected) == 0
 
 
+def test_a_lost_workers_prompts_are_forgotten_and_the_others_are_not() -> None:
+    expected = ExpectedBlocks()
+    expected.add("a", "w0", CHAIN, 0.0)
+    expected.add("b", "w0", sibling(30), 0.0)
+    expected.add("c", "w1", sibling(20), 0.0)
+    expected.settle("b", 0.0)
+
+    expected.forget("w0")
+    expected.settle("a", 0.0)
+
+    assert expected.find(CHAIN, 0.5) == {"w1": 20}
+
+
 def test_a_prompt_that_never_ends_expires() -> None:
     expected = ExpectedBlocks()
     expected.add("a", "w", CHAIN, 0.0)
