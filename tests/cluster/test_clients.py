@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +107,36 @@ def test_what_does_not_help_is_not_tried(
 
 
 def test_a_stream_that_has_begun_is_never_sent_again(model_dir: Path) -> None:
+    async def by_async(address: str, begun: asyncio.Event) -> None:
+        async with AsyncClient(address, retries=QUICK) as client:
+            async for _ in client.generate(completion_request([5], {"max_tokens": 400})):
+                begun.set()
+
+    def by_sync(address: str, begun: Callable[[], object]) -> None:
+        with Client(address, retries=QUICK) as client:
+            for _ in client.generate(completion_request([5], {"max_tokens": 400})):
+                begun()
+
     async def scenario() -> None:
-        async with fake_cluster(model_dir, num_prefill=0, retries_max=0) as cluster:
-            worker = cluster.worker("d0")
-            worker.step_s = 0.02
-            async with AsyncClient(cluster.gateway.grpc_address, retries=QUICK) as client:
-                responses = client.generate(completion_request([5], {"max_tokens": 400}))
-                await anext(responses)
-                await worker.kill()
+        loop = asyncio.get_running_loop()
+        for is_async in (True, False):
+            async with fake_cluster(model_dir, num_prefill=0, num_decode=2, retries_max=0) as cluster:
+                begun, address = asyncio.Event(), cluster.gateway.grpc_address
+                for worker in cluster.workers.values():
+                    worker.step_s = 0.02
+                asking: asyncio.Future[None] = asyncio.ensure_future(
+                    by_async(address, begun)
+                    if is_async
+                    else asyncio.to_thread(by_sync, address, partial(loop.call_soon_threadsafe, begun.set))
+                )
+                await begun.wait()
+                [running] = [worker for worker in cluster.workers.values() if worker.num_running]
+                await running.kill()
 
                 with pytest.raises(WorkerLostError):
-                    async for _ in responses:
-                        pass
+                    await asking
 
-            assert len(worker.started) == 1
+                assert sum(len(worker.started) for worker in cluster.workers.values()) == 1
 
     run(scenario())
 

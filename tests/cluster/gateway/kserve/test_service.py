@@ -123,6 +123,12 @@ def test_leaving_frees_everything(model_dir: Path) -> None:
     run(scenario())
 
 
+def with_json(text: bytes) -> Request:
+    made = asked()
+    made.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1]).contents.bytes_contents.append(text)
+    return made
+
+
 def broken(change: str) -> Request:
     made = asked()
     exec(change, {"made": made})
@@ -144,6 +150,11 @@ def broken(change: str) -> Request:
         (asked(exclude_input_in_output=7), "exclude_input_in_output must be true or false"),
         (asked(sampling_parameters="x"), "sampling_parameters is nothing"),
         (asked(seed=1, random_seed=2), "seed is given twice"),
+        (with_json(b"{"), "sampling_parameters must be a JSON object"),
+        (with_json(b"[1]"), "sampling_parameters must be a JSON object"),
+        (with_json(b"[" * 100_000), "sampling_parameters must be a JSON object"),
+        (with_json(b'{"stop": ["\\ud800"]}'), "stop is out of range"),
+        (with_json(b'{"top_p": 1' + b"0" * 5000 + b"}"), "sampling_parameters must be a JSON object"),
         (broken("made.inputs[0].datatype = 'FP8'"), r"inputs\[0\].datatype must be one of"),
         (broken("made.inputs[0].shape[0] = 2"), r"inputs\[0\] must have 2 values as its shape says, got 1"),
         (broken("made.inputs[0].shape[0] = 10**12"), r"inputs\[0\].shape must be of at most 1024"),
