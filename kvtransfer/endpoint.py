@@ -103,7 +103,7 @@ class TransferEndpoint:
 
     def grant(self, block_ids: Sequence[int], first_block: int) -> BlockLanding:
         """Make a ticket for reserved blocks; see `Endpoint.grant`."""
-        assert all(0 <= block < self._store.num_blocks for block in block_ids)
+        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._store.num_blocks
         return self._receiver.grant(self.address, block_ids, first_block)
 
     async def open_push(self, ticket: transfer_pb2.Ticket) -> BlockPush:
