@@ -184,6 +184,28 @@ def test_a_prefix_that_all_share_does_not_pull_everything_to_one_worker(role: st
     assert max(counts.values()) / 100 < 1.3, counts
 
 
+def test_what_a_copy_of_a_hot_prefix_costs_is_not_held_against_the_request_that_makes_it() -> None:
+    router = cluster("p0", "p1", "d0")
+    for name in ("p0", "p1", "d0"):
+        know(router, name, MODEL._replace(token_s=1e-6))  # so fast that nothing is worth a fetch
+    common = chain(1440)
+    router.index.replace("p0", common)
+    for _ in range(60):
+        router.place(PlacementRequest("r", 1450, 20, common)).release()
+
+    router.place(PlacementRequest("last", 1450, 20, common))
+
+    spread = {
+        pair.prefill.worker_id: pair.terms()["spread"]
+        for pair in router.explanations.of("last")[0].considered
+        if pair.prefill is not None
+    }
+    assert spread["p0"] == 0
+    assert spread["p1"] < 0
+    pair = next(pair for pair in router.explanations.of("last")[0].considered)
+    assert pair.total_s == pytest.approx(sum(pair.terms().values()))
+
+
 def test_reservations_leave_nothing_behind() -> None:
     router = cluster("p0", "d0", "b0")
     live = [router.place(ask(mark=100 * number)) for number in range(50)]

@@ -223,3 +223,15 @@ def test_the_holders_of_a_prompt_come_in_levels() -> None:
 
     assert [level.num_blocks for level in hits.levels] == [3, 10]
     assert hits.levels[0].holders == hits.bits["a"] | hits.bits["c"]
+
+
+def test_evicting_what_a_worker_does_not_hold_changes_nothing() -> None:
+    index = PrefixIndex()
+    chain = chain_hashes(range(4), 1)
+    index.replace("a", chain)
+    index.replace("b", [])
+
+    assert index.apply("b", 1, False, chain)
+
+    assert (index.match("a", chain), index.match("b", chain)) == (4, 0)
+    assert (index.num_blocks_of("a"), index.num_blocks_of("b")) == (4, 0)
