@@ -1,6 +1,7 @@
 """`baton explain`: why a request went where it did, as text for people or JSON for programs."""
 
 import json
+import sys
 from typing import Any
 
 from rich import box
@@ -9,6 +10,9 @@ from rich.table import Table
 
 from baton_pb.v1 import router_pb2
 from cluster.client import Client
+
+_WIDTH = 160
+"""Of a table that goes to a file or a pipe."""
 
 
 def explain(client: Client, request_id: str, as_json: bool) -> None:
@@ -23,7 +27,7 @@ def explain(client: Client, request_id: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(explanations_json(reply), indent=2))  # noqa: T201 - the command's output
         return
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for placement in reply.placements:
         console.print(headline(placement))
         console.print(_table(placement))
