@@ -69,12 +69,15 @@ class Answer:
     logprobs: tuple[common_pb2.SampledToken, ...] = field(default=())
 
 
-def answers_of(responses: Iterable[inference_pb2.GenerateResponse], count: int = 1) -> list[Answer]:
-    """Return the answers that responses add up to, one for each choice.
+def answers_of(
+    responses: Iterable[inference_pb2.GenerateResponse], request: inference_pb2.GenerateRequest
+) -> list[Answer]:
+    """Return the answers that responses to a request add up to, one for each choice.
 
     Raises:
         WorkerLostError: one has no end.
     """
+    count = (request.n or 1) * max(1, len(request.batch.prompts))
     parts: list[list[inference_pb2.GenerateResponse]] = [[] for _ in range(count)]
     for response in responses:
         parts[response.choice].append(response)
@@ -116,11 +119,32 @@ def completion_request(prompt: str | Sequence[int], sampling: Sampling | None = 
     """
     made = inference_pb2.GenerateRequest(sampling=_sampling(sampling))
     with fits_the_protocol("prompt"):
-        if isinstance(prompt, str):
-            made.text = prompt
-        else:
-            made.token_ids.ids.extend(prompt)
+        _set_prompt(made, prompt)
     return made
+
+
+def batch_request(
+    prompts: Sequence[str | Sequence[int]], sampling: Sampling | None = None
+) -> inference_pb2.GenerateRequest:
+    """Return a request to complete each of several prompts.
+
+    Raises:
+        InvalidRequestError: as for `chat_request`.
+    """
+    made = inference_pb2.GenerateRequest(sampling=_sampling(sampling), batch=inference_pb2.PromptBatch())
+    with fits_the_protocol("prompts"):
+        for prompt in prompts:
+            _set_prompt(made.batch.prompts.add(), prompt)
+    return made
+
+
+def _set_prompt(
+    made: inference_pb2.GenerateRequest | inference_pb2.PromptBatch.Prompt, prompt: str | Sequence[int]
+) -> None:
+    if isinstance(prompt, str):
+        made.text = prompt
+    else:
+        made.token_ids.ids.extend(prompt)
 
 
 def _sampling(given: Sampling | None) -> common_pb2.SamplingParams:

@@ -62,8 +62,15 @@ class AsyncClient:
         Raises:
             BatonError: as for `generate`.
         """
-        responses = [response async for response in self.generate(request, timeout_s)]
-        return answers_of(responses, request.n or 1)[0]
+        return (await self.ask_all(request, timeout_s))[0]
+
+    async def ask_all(self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None) -> list[Answer]:
+        """Send a request and return its answers, `n` for each prompt.
+
+        Raises:
+            BatonError: as for `generate`.
+        """
+        return answers_of([response async for response in self.generate(request, timeout_s)], request)
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None

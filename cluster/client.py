@@ -71,7 +71,15 @@ class Client:
         Raises:
             BatonError: as for `generate`.
         """
-        return answers_of(self.generate(request, timeout_s), request.n or 1)[0]
+        return self.ask_all(request, timeout_s)[0]
+
+    def ask_all(self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None) -> list[Answer]:
+        """Send a request and return its answers, `n` for each prompt.
+
+        Raises:
+            BatonError: as for `generate`.
+        """
+        return answers_of(self.generate(request, timeout_s), request)
 
     def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None

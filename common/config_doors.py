@@ -116,7 +116,7 @@ class HttpConfig(Node):
     connections_max: Positive = 16_384
     """Most connections; beyond it a request is answered with 503."""
     choices_max: Positive = 128
-    """Most choices of one request: its prompts times n."""
+    """Most choices of one request: its prompts times n. Also of one gRPC call."""
 
 
 class GatewayConfig(Node):

@@ -41,6 +41,9 @@ class NotFoundError(BatonError):
 class OverloadedError(BatonError):
     """No room now; `retry_after_s` says when to try again."""
 
+    subject = "cluster"
+    """Whose room is used up."""
+
 
 class DeadlineError(BatonError):
     """The request's deadline passed."""

@@ -9,7 +9,6 @@ from common.errors import BatonError, InvalidRequestError, OverloadedError
 
 DETAILS_KEY = "grpc-status-details-bin"
 """The trailing metadata in which gRPC's libraries look for them."""
-_QUOTA_SUBJECT = "cluster"
 _DESCRIPTION_CHARACTERS_MAX = 64
 """Of a description that is not ASCII: all of a status has to fit into 8 KB, see common/errors.py."""
 
@@ -38,7 +37,7 @@ def _details(error: BatonError, path: Callable[[str], str]) -> list[Message]:
         found.append(bad)
     if isinstance(error, OverloadedError):
         quota = error_details_pb2.QuotaFailure()
-        quota.violations.add(subject=_QUOTA_SUBJECT, description=description)
+        quota.violations.add(subject=error.subject, description=description)
         found.append(quota)
     if error.retry_after_s:
         retry = error_details_pb2.RetryInfo()

@@ -234,6 +234,51 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class PromptBatch(_message.Message):
+    """Prompts that are completed as they are, each on its own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Prompt(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TEXT_FIELD_NUMBER: _builtins.int
+        TOKEN_IDS_FIELD_NUMBER: _builtins.int
+        text: _builtins.str
+        @_builtins.property
+        def token_ids(self) -> Global___TokenIds: ...
+        def __init__(
+            self,
+            *,
+            text: _builtins.str = ...,
+            token_ids: Global___TokenIds | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+        _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptBatch.Prompt]: ...
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___PromptBatch.Prompt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptBatch: _TypeAlias = PromptBatch  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -242,6 +287,7 @@ class GenerateRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_S_FIELD_NUMBER: _builtins.int
@@ -276,6 +322,10 @@ class GenerateRequest(_message.Message):
         """Rendered by the model's chat template."""
 
     @_builtins.property
+    def batch(self) -> Global___PromptBatch:
+        """Choice j of prompt i is the answer's choice i * n + j. One that fails ends all."""
+
+    @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
@@ -291,6 +341,7 @@ class GenerateRequest(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         chat: Global___ChatMessages | None = ...,
+        batch: Global___PromptBatch | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         priority: _common_pb2.Priority.ValueType = ...,
         ttft_target_s: _builtins.float | None = ...,
@@ -301,15 +352,15 @@ class GenerateRequest(_message.Message):
         single_tool_call: _builtins.bool = ...,
         template_arguments: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "batch", b"batch", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "template_arguments", b"template_arguments", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "batch", b"batch", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "template_arguments", b"template_arguments", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_target_s: _TypeAlias = _typing.Literal["tpot_target_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_target_s: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_target_s: _TypeAlias = _typing.Literal["ttft_target_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_target_s: _TypeAlias = _typing.Literal["_ttft_target_s", b"_ttft_target_s"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat", "batch"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_target_s) -> _WhichOneofReturnType__tpot_target_s | None: ...
@@ -368,7 +419,7 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """Text that became certain with these tokens: never half a UTF-8 character, never part of a stop string."""
     choice: _builtins.int
-    """Which of the request's n answers this is a part of, from 0."""
+    """Which of the request's answers this is a part of, from 0: n for each prompt, those of one prompt as neighbours."""
     reasoning: _builtins.str
     """Of a chat: what the model thinks before it answers; no part of `text`."""
     @_builtins.property

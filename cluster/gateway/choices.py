@@ -12,6 +12,9 @@ from common.errors import InvalidRequestError
 CHOICES_MAX = 16
 """Most choices of one prompt."""
 
+_COPIED_BYTES_MAX = 16 * 1024 * 1024
+"""Of what the prompts of a batch share, all copies together."""
+
 _WAITING_MAX = 8
 """Deltas that wait for the client; a choice that is ahead by more waits itself, and its tokens add up."""
 
@@ -58,6 +61,82 @@ def choices_of(
         generate(_with_seed_of(message, choice), f"{request_id}.{number}", timeout_s)
         for number, (message, choice) in enumerate(asked)
     ]
+
+
+def choices_of_call(
+    generate: Generate, message: inference_pb2.GenerateRequest, request_id: str, timeout_s: float, choices_max: int
+) -> Streams:
+    """Return the choices of a message that may have a batch of prompts; nothing runs yet.
+
+    Args:
+        generate: serves one choice.
+        message: from the client.
+        request_id: as for `choices_of`.
+        timeout_s: see `generate`.
+        choices_max: of all prompts together.
+
+    Raises:
+        InvalidRequestError: no prompt in the batch, too many choices, or too much to copy. What a stream raises about a
+            prompt of a batch names it by its path.
+    """
+    n, prompts = _num_choices(message), message.batch.prompts
+    if message.WhichOneof("prompt") != "batch":
+        check_count(n, choices_max)
+        return choices_of(generate, [message], request_id, timeout_s)
+    if not prompts:
+        raise InvalidRequestError("batch.prompts must have at least 1 prompt, got 0")
+    check_count(len(prompts) * n, choices_max)
+    streams = choices_of(generate, _one_by_one(message), request_id, timeout_s)
+    return [_naming(f"batch.prompts[{number // n}]", stream) for number, stream in enumerate(streams)]
+
+
+def check_count(count: int, choices_max: int) -> None:
+    """Refuse more choices than a call may have.
+
+    Raises:
+        InvalidRequestError: with both numbers.
+    """
+    if count > choices_max:
+        raise InvalidRequestError(f"prompt must give at most {choices_max} choices, got {count}")
+
+
+def _one_by_one(message: inference_pb2.GenerateRequest) -> list[inference_pb2.GenerateRequest]:
+    """Return a message for each prompt of a batch."""
+    shared = inference_pb2.GenerateRequest()
+    shared.CopyFrom(message)
+    shared.ClearField("batch")
+    num_bytes, made = shared.ByteSize(), []
+    if num_bytes * len(message.batch.prompts) > _COPIED_BYTES_MAX:
+        raise InvalidRequestError(
+            f"batch must have fewer prompts, or less beside them: {len(message.batch.prompts)} times {num_bytes} bytes "
+            f"are more than {_COPIED_BYTES_MAX}"
+        )
+    for prompt in message.batch.prompts:
+        one = inference_pb2.GenerateRequest()
+        one.CopyFrom(shared)
+        match prompt.WhichOneof("prompt"):
+            case "text":
+                one.text = prompt.text
+            case "token_ids":
+                one.token_ids.CopyFrom(prompt.token_ids)
+            case None:
+                pass  # whoever checks the message says so
+        made.append(one)
+    return made
+
+
+async def _naming(prompt: str, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """Let a stream's errors about its prompt say which it is."""
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                yield delta
+    except InvalidRequestError as error:
+        if error.field == "prompt":
+            raise InvalidRequestError(prompt + error.message.removeprefix("prompt")) from error
+        if error.field == "token_ids":
+            raise InvalidRequestError(f"{prompt}.{error.message}") from error
+        raise
 
 
 def _num_choices(message: inference_pb2.GenerateRequest) -> int:

@@ -11,7 +11,7 @@ import grpc.aio
 from baton_pb.v1 import inference_pb2, inference_pb2_grpc
 from cluster.gateway.bugs import bugs_to_errors
 from cluster.gateway.chat import check_chat
-from cluster.gateway.choices import Piece, choices_of, pieces_of
+from cluster.gateway.choices import Piece, choices_of_call, pieces_of
 from cluster.gateway.deadline import deadline
 from cluster.gateway.explained import explanation_metadata, wants_explanation
 from cluster.gateway.generate import Generator
@@ -31,21 +31,23 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Generate, Tokenize, Detokenize, ListModels."""
 
-    def __init__(self, generator: Generator, tokenizing: Tokenizing, text: Text) -> None:
+    def __init__(self, generator: Generator, tokenizing: Tokenizing, text: Text, choices_max: int) -> None:
         self._generator = generator
         self._tokenizing = tokenizing
         self._text = text
+        self._choices_max = choices_max
 
     # The stubs know generators only; with `context.write` a cancelled call is seen at once, wherever it waits.
     async def Generate(self, request: inference_pb2.GenerateRequest, context: _Context) -> None:  # type: ignore[override]
         """Stream an answer. A client that leaves, or whose deadline passes, cancels it in every process."""
         request_id = request.request_id or f"req-{secrets.token_hex(8)}"
         timeout_s = min(context.time_remaining() or math.inf, self._generator.request_s)
+        generate, most = self._generator.generate, self._choices_max
         async with (
             rpc_errors_to_status(context, path_in(request)),
             bugs_to_errors(request_id),
             deadline(timeout_s),
-            pieces_of(choices_of(self._generator.generate, [request], request_id, timeout_s)) as pieces,
+            pieces_of(choices_of_call(generate, request, request_id, timeout_s, most)) as pieces,
         ):
             async for piece in pieces:
                 await context.write(_response(request_id, piece))

@@ -158,7 +158,7 @@ def _prompt_from_pb(message: inference_pb2.GenerateRequest, limits: Limits) -> P
             is_offered = message.tool_choice.mode != inference_pb2.TOOL_MODE_NONE
             tools = message.tools if is_offered else []
             return check_chat(message.chat, tools, message.template_arguments, limits)
-        case None:
+        case _:  # a batch comes as its prompts
             raise InvalidRequestError("prompt is missing: set text, token_ids or chat")
 
 

@@ -79,7 +79,7 @@ class GatewayServer:
         )
         parts = Parts(generator, self._tokenizing, text, self._router, self._metrics, door)
         self._http = HttpFace(config.http, parts)
-        self._inference = InferenceService(generator, self._tokenizing, text)
+        self._inference = InferenceService(generator, self._tokenizing, text, config.http.choices_max)
         self._kserve = KserveService(generator, self._router, door)
         self._server = make_server(
             door.admit_rpc, config.message_bytes_max, config.metadata_bytes_max, config.calls_max, config.idle_s

@@ -19,6 +19,10 @@ _NEARLY_FULL = 0.75
 class QuotaError(OverloadedError):
     """A tenant is at a limit of its own; the cluster may have room."""
 
+    def __init__(self, tenant: str, words: str, retry_after_s: float) -> None:
+        super().__init__(f"tenant {tenant} may have {words}", retry_after_s)
+        self.subject = f"tenant:{tenant}"
+
 
 class Bucket:
     """An allowance that fills at a steady rate up to a burst. It may be overdrawn; then it fills from below zero."""
@@ -124,7 +128,7 @@ class TenantUse:
     def refused(self, rule: str, words: str, wait_s: float) -> QuotaError:
         """Count a refusal and return it."""
         self.refusals[rule] += 1
-        return QuotaError(f"tenant {self.name} may have {words}", wait_s)
+        return QuotaError(self.name, words, wait_s)
 
 
 class RequestUse:

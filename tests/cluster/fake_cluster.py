@@ -29,6 +29,8 @@ from common.status import typed_rpc_errors
 HOST = "127.0.0.1"
 LIMIT_S = 10.0
 HEARTBEAT_S = 0.5
+_PATIENT_S = LIMIT_S
+"""Heartbeat here: no test of the gateway is about silence, and a slow machine must not look like a lost worker."""
 PREFILL, DECODE, BOTH = (
     worker_pb2.WORKER_ROLE_PREFILL,
     worker_pb2.WORKER_ROLE_DECODE,
@@ -147,7 +149,7 @@ class FakeCluster:
         """Stop the router and start another one at its address, which must hear of the workers anew."""
         address = self.router.address
         await self.router.stop()
-        self.router = await RouterServer.start(HOST, int(address.rpartition(":")[2]), RouterConfig(), HEARTBEAT_S)
+        self.router = await RouterServer.start(HOST, int(address.rpartition(":")[2]), RouterConfig(), _PATIENT_S)
         await self.set_workers()
 
     async def restart_worker(self, worker_id: str, generation: int = 2) -> FakeWorker:
@@ -181,7 +183,7 @@ async def fake_cluster(
             worker = await FakeWorker.start(f"{name}{number}", role, model)
             workers[worker.worker_id] = worker
     routing = RouterConfig.model_validate({"policy": policy, "queue_max": queue_max})
-    router = await RouterServer.start(HOST, 0, routing, HEARTBEAT_S)
+    router = await RouterServer.start(HOST, 0, routing, _PATIENT_S)
     config = GatewayConfig(host=HOST, grpc_port=0, http_port=0, **gateway)
     server = await GatewayServer.start(config, model_dir, "fake", router.address)
     channel = grpc.aio.insecure_channel(server.grpc_address)

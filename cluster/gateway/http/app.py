@@ -9,7 +9,7 @@ from typing import TypeVar
 import pydantic
 
 from baton_pb.v1 import inference_pb2
-from cluster.gateway.choices import Streams, choices_of
+from cluster.gateway.choices import Streams, check_count, choices_of
 from cluster.gateway.deadline import deadline
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.answer import Answer
@@ -144,7 +144,7 @@ class HttpFace:
 
     async def _chat(self, exchange: Exchange) -> None:
         asked = await _read(exchange, ChatRequest)
-        self._check_choices(asked.num_choices)
+        check_count(asked.num_choices, self._config.choices_max)
         streams, model_id = self._streams(exchange, asked.to_pb()), self._parts.generator.limits().model_id
         form = ChatForm(exchange.request_id, asked, self._parts.text)
         with asked.named_as_asked():
@@ -152,7 +152,7 @@ class HttpFace:
 
     async def _completions(self, exchange: Exchange) -> None:
         asked = await _read(exchange, CompletionRequest)
-        self._check_choices(len(asked.prompts) * asked.num_choices)
+        check_count(len(asked.prompts) * asked.num_choices, self._config.choices_max)
         if asked.echo:
             self._check_ids(asked)
         streams = self._streams(exchange, *map(asked.to_pb, asked.prompts))
@@ -165,10 +165,6 @@ class HttpFace:
         return choices_of(
             self._parts.generator.generate, messages, exchange.request_id, self._parts.generator.request_s
         )
-
-    def _check_choices(self, count: int) -> None:
-        if count > self._config.choices_max:
-            raise InvalidRequestError(f"prompt must give at most {self._config.choices_max} choices, got {count}")
 
     def _check_ids(self, asked: CompletionRequest) -> None:
         """Refuse ids that cannot be turned into text before that is tried."""

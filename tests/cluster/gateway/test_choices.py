@@ -1,10 +1,12 @@
-"""Several answers to one prompt come as one stream, each with its index, its seed and its end."""
+"""Several answers, to one prompt or to each of a batch, come as one stream, with index, seed and end of each."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.asking import batch_request
+from cluster.async_client import AsyncClient
 from common.errors import InvalidRequestError, OverloadedError
 from tests.cluster.fake_cluster import FakeCluster, fake_cluster, request, run, until
 
@@ -41,6 +43,46 @@ def test_seeds_that_nobody_gave_are_drawn_for_each_choice(model_dir: Path) -> No
             await cluster.ask(asked(4, max_tokens=1))
 
             assert len(set(seeds(cluster))) == 4
+
+    run(scenario())
+
+
+def test_a_batch_answers_each_prompt_with_n_choices_numbered_as_over_http(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            fake_cluster(model_dir) as cluster,
+            AsyncClient(cluster.gateway.grpc_address) as client,
+        ):
+            asked = batch_request([[5, 6, 7], "hello world", [8, 9]], {"max_tokens": 3, "seed": 40})
+            asked.n = 2
+
+            answers = await client.ask_all(asked)
+
+            ids = [answer.token_ids for answer in answers]
+            assert ids == [(5, 6, 7), (5, 6, 7), ids[2], ids[2], (8, 9, 8), (8, 9, 8)]
+            assert ids[2] == (await client.ask(request("hello world", max_tokens=3))).token_ids
+            assert [answer.finished.usage.prompt_tokens for answer in answers[::4]] == [3, 2]
+            assert seeds(cluster)[:6].count(40) == seeds(cluster)[:6].count(41) == 3
+            assert len({answer.request_id for answer in answers}) == 1
+            assert (await client.ask(batch_request([[8, 9]], {"max_tokens": 3}))).token_ids == (8, 9, 8)
+
+    run(scenario())
+
+
+def test_a_batch_whose_client_leaves_or_of_which_one_prompt_fails_ends_as_a_whole(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0, retries_max=0) as cluster:
+            worker = cluster.worker("d0")
+            worker.may_step.clear()
+            call = cluster.call(batch_request([[5], [6], [7]]))
+            await until(lambda: worker.num_running == 3, "not started")
+
+            call.cancel()
+
+            await until(lambda: worker.num_running == 0, "prompts are left")
+            with pytest.raises(InvalidRequestError, match=r"batch\.prompts\[2\] has 600 tokens"):
+                await cluster.ask(batch_request([[5], [6], [7] * 600]))
+            await until(lambda: worker.num_running == 0, "prompts are left")
 
     run(scenario())
 

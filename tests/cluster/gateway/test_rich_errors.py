@@ -10,7 +10,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from baton_pb.v1 import inference_pb2
+from baton_pb.v1 import common_pb2, inference_pb2
+from cluster.tenants import key_file
 from common.errors import OverloadedError
 from tests.cluster.fake_cluster import FakeCluster, fake_cluster, request, run
 
@@ -39,6 +40,17 @@ def chat(*roles: str) -> inference_pb2.GenerateRequest:
     return made
 
 
+def batch(*prompts: Any, n: int = 0, **sampling: Any) -> inference_pb2.GenerateRequest:
+    made = inference_pb2.GenerateRequest(sampling=common_pb2.SamplingParams(**sampling), n=n)
+    made.batch.SetInParent()
+    for prompt in prompts:
+        made.batch.prompts.add(**prompt)
+    return made
+
+
+TOO_MUCH = batch(*[{"text": "x"}] * 20, stop=["x" * 1_000_000])
+
+
 def test_a_wrong_field_is_named_by_its_path_in_the_message(model_dir: Path) -> None:
     cases: list[tuple[inference_pb2.GenerateRequest, str]] = [
         (request(temperature=-1.0), "sampling.temperature"),
@@ -51,6 +63,14 @@ def test_a_wrong_field_is_named_by_its_path_in_the_message(model_dir: Path) -> N
         (inference_pb2.GenerateRequest(text="x", n=99), "n"),
         (inference_pb2.GenerateRequest(text="x", request_id="a b"), "request_id"),
         (request([5] * 30, max_tokens=500), "sampling.max_tokens"),
+        (batch(), "batch.prompts"),
+        (batch({"text": "x"}, n=99), "n"),
+        (batch(*[{"text": "x"}] * 43, n=3), "batch"),
+        (TOO_MUCH, "batch"),
+        (batch({"text": "x"}, {}), "batch.prompts[1]"),
+        (batch({"text": "x"}, {"text": ""}), "batch.prompts[1]"),
+        (batch({"text": "x"}, {"token_ids": {"ids": [999]}}, n=2), "batch.prompts[1].token_ids"),
+        (batch({"text": "x"}, temperature=-1.0), "sampling.temperature"),
     ]
 
     async def scenario() -> None:
@@ -77,6 +97,21 @@ def test_an_overload_says_when_to_retry_and_what_is_used_up(model_dir: Path) -> 
             assert delay.ToMilliseconds() == 2500
             [violation] = unpacked(status, error_details_pb2.QuotaFailure).violations
             assert (violation.subject, violation.description) == ("cluster", "need 4 blocks, 1 available")
+
+    run(scenario())
+
+
+def test_a_tenants_own_limit_is_the_tenants_quota(model_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    admin = key_file.add_key(keys, "ops", "admin", {}).key
+    key = key_file.add_key(keys, "acme", "user", {"concurrent_max": 1}).key
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, keys_file=keys, admin_key=admin) as cluster:
+            status = await status_of(cluster.call(batch({"text": "x"}, {"text": "y"}), key=key))
+
+            [violation] = unpacked(status, error_details_pb2.QuotaFailure).violations
+            assert (violation.subject, violation.description) == ("tenant:acme", status.message)
 
     run(scenario())
 
