@@ -13,7 +13,7 @@ CHOICES_MAX = 16
 """Most choices of one prompt."""
 
 _COPIED_BYTES_MAX = 16 * 1024 * 1024
-"""Of what the prompts of a batch share, all copies together."""
+"""Of a message for its further choices, and of what the prompts of a batch share; all copies together."""
 
 _WAITING_MAX = 8
 """Deltas that wait for the client; a choice that is ahead by more waits itself, and its tokens add up."""
@@ -52,11 +52,17 @@ def choices_of(
         The choices in order, those of one prompt as neighbours.
 
     Raises:
-        InvalidRequestError: n is too large.
+        InvalidRequestError: n is too large, by itself or for messages of this size.
     """
     asked = [(message, choice) for message in messages for choice in range(_num_choices(message))]
     if len(asked) == 1:
         return [generate(messages[0], request_id, timeout_s)]
+    num_bytes = sum(message.ByteSize() for message, choice in asked if choice and message.sampling.HasField("seed"))
+    if num_bytes > _COPIED_BYTES_MAX:
+        raise InvalidRequestError(
+            f"n must be less for prompts of this size: its choices make {num_bytes} bytes of copies, more than "
+            f"{_COPIED_BYTES_MAX}"
+        )
     return [
         generate(_with_seed_of(message, choice), f"{request_id}.{number}", timeout_s)
         for number, (message, choice) in enumerate(asked)

@@ -111,6 +111,18 @@ def test_one_choice_that_fails_ends_the_others_with_its_error(model_dir: Path) -
     run(scenario())
 
 
+def test_a_large_prompt_is_not_copied_for_more_choices_than_memory_should_hold(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            asked = request([5] * (2 << 20), max_tokens=1, seed=1)
+            asked.n = 16
+
+            with pytest.raises(InvalidRequestError, match="n must be less for prompts of this size"):
+                await cluster.ask(asked)
+
+    run(scenario())
+
+
 def test_leaving_frees_all_choices(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir, num_prefill=0) as cluster:
