@@ -1,6 +1,5 @@
 """The gateway's part of the config tree, and what says how the cluster's processes know each other."""
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,15 +7,7 @@ import pydantic
 from pydantic import Field
 
 from common.config_node import Count, Node, Port, Positive, Price, Seconds
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name: it may mean anything
+from common.hosts import is_loopback
 
 
 class TlsConfig(Node):
@@ -170,7 +161,7 @@ class GatewayConfig(Node):
 
     @pydantic.model_validator(mode="after")
     def _is_safe(self) -> "GatewayConfig":
-        if self.keys_file is None and not self.allow_anonymous and not _is_loopback(self.host):
+        if self.keys_file is None and not self.allow_anonymous and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from elsewhere, and no key would be asked for: set gateway.keys_file "
                 "(`baton key new` makes one), or gateway.allow_anonymous=true to serve whoever comes"

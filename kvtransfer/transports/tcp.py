@@ -8,26 +8,19 @@ tied to its control connection by a token from the receiver's Hello, its first b
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
-import struct
 from collections.abc import Callable
 from concurrent.futures import Executor
-from functools import partial
 
-from baton_pb.v1 import transfer_pb2
-from common.errors import TransferError, WorkerLostError
+from common.errors import WorkerLostError
 from common.logs import log
 from kvtransfer.memory import Memory
 from kvtransfer.transports import sockets
-from kvtransfer.transports.base import Greeting, LinkOwner
+from kvtransfer.transports.base import LinkOwner
+from kvtransfer.transports.pairing import TOKEN_BYTES, UNPAIRED_MAX, ChannelDoor, Pairing, read_offer
 from kvtransfer.transports.tcp_link import NAME, TcpInbound, TcpOutbound
 
 logger = logging.getLogger(__name__)
-
-TOKEN_BYTES = 32
-UNPAIRED_MAX = 64
-_EXTRA = struct.Struct(f"<H{TOKEN_BYTES}s")
 
 
 class TcpStation:
@@ -44,18 +37,13 @@ class TcpStation:
         self._connect_timeout_s = connect_timeout_s
         self._on_refused = on_refused
         self._loop = asyncio.get_running_loop()
-        self._expected: dict[bytes, TcpInbound] = {}
+        self._pairing: Pairing[TcpInbound] = Pairing()
         self._greeting: set[asyncio.Task[None]] = set()
-        self._links: set[TcpInbound | TcpOutbound] = set()
         self._loop.add_reader(self._sock, self._accept)
 
     def expect(self, link: TcpInbound) -> bytes:
         """Return what a sender needs to reach `link`: port and token."""
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self._expected[token] = link
-        self._links.add(link)
-        link.on_closed = partial(self._forget, link, token)
-        return _EXTRA.pack(self._port, token)
+        return self._pairing.offer(self._port, link)
 
     async def connect(self, host: str, extra: bytes, memory: Memory, threads: Executor) -> TcpOutbound:  # noqa: ARG002
         """Make the data connection that a receiver's Hello offers.
@@ -64,16 +52,13 @@ class TcpStation:
             WorkerLostError: not reachable.
             TransferError: the offer is malformed.
         """
-        if len(extra) != _EXTRA.size:
-            raise TransferError("the receiver's Hello does not offer tcp")
-        port, token = _EXTRA.unpack(extra)
+        port, token = read_offer(extra, NAME)
         try:
             sock = await sockets.connect(host, port)
         except OSError as error:
             raise WorkerLostError(f"tcp cannot reach {host}:{port}: {error}") from error
         link = TcpOutbound(sock, memory, token)
-        self._links.add(link)
-        link.on_closed = partial(self._links.discard, link)
+        self._pairing.keep(link)
         return link
 
     async def close(self) -> None:
@@ -81,17 +66,12 @@ class TcpStation:
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self._sock.close()
-        for link in list(self._links):
-            link.close()
+        self._pairing.close()
         greeting = list(self._greeting)
         for task in greeting:
             task.cancel()
         if greeting:
             await asyncio.wait(greeting)
-
-    def _forget(self, link: TcpInbound, token: bytes) -> None:
-        self._expected.pop(token, None)
-        self._links.discard(link)
 
     def _accept(self) -> None:
         try:
@@ -120,7 +100,7 @@ class TcpStation:
         except BaseException:
             sock.close()
             raise
-        link = self._expected.pop(token, None)
+        link = self._pairing.claim(token)
         if link is None:
             self._turn_away(sock)
         else:
@@ -132,22 +112,10 @@ class TcpStation:
         log(logger, logging.WARNING, "turned a tcp data connection away: it belongs to no sender")
 
 
-class TcpDoor:
-    """Implements `Door`: a TCP socket for control connections."""
+class TcpDoor(ChannelDoor[TcpInbound]):
+    """See ChannelDoor."""
 
     name = NAME
 
-    def __init__(self, station: TcpStation, host: str, target: Memory, threads: Executor) -> None:
-        self.sock, self.port = sockets.listen(host)
-        self._station = station
-        self._target = target
-        self._threads = threads
-
-    def check(self, sock: socket.socket) -> None:
-        """Send small frames at once. Anybody may connect: the ticket's secret decides."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def greet(self, hello: transfer_pb2.Hello, fd: int | None, owner: LinkOwner) -> Greeting:  # noqa: ARG002
-        """Offer a data connection; it is up when the sender has shown the token on it."""
-        link = TcpInbound(self._target, self._threads, owner)
-        return Greeting(link, self._station.expect(link), is_up=False)
+    def _link(self, owner: LinkOwner) -> TcpInbound:
+        return TcpInbound(self._target, self._threads, owner)

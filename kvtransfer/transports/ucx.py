@@ -12,9 +12,6 @@ of the endpoint's stream. They live and die together.
 
 import asyncio
 import logging
-import secrets
-import socket
-import struct
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -23,20 +20,17 @@ from typing import Any
 import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 
-from baton_pb.v1 import transfer_pb2
-from common.errors import TransferError, WorkerLostError
+from common.errors import WorkerLostError
+from common.hosts import is_loopback
 from common.logs import log
 from kvtransfer.memory import Memory
 from kvtransfer.transports import sockets
-from kvtransfer.transports.base import Greeting, LinkOwner
-from kvtransfer.transports.ucx_driver import UcxDriver, is_loopback
-from kvtransfer.transports.ucx_link import NAME, UcxInbound, UcxLink, UcxOutbound
+from kvtransfer.transports.base import LinkOwner
+from kvtransfer.transports.pairing import TOKEN_BYTES, UNPAIRED_MAX, ChannelDoor, Pairing, read_offer
+from kvtransfer.transports.ucx_driver import UcxDriver
+from kvtransfer.transports.ucx_link import NAME, UcxInbound, UcxOutbound
 
 logger = logging.getLogger(__name__)
-
-TOKEN_BYTES = 32
-UNPAIRED_MAX = 64
-_EXTRA = struct.Struct(f"<H{TOKEN_BYTES}s")
 
 
 class UcxStation:
@@ -47,9 +41,8 @@ class UcxStation:
         self._connect_timeout_s = connect_timeout_s
         self._on_refused = on_refused
         self._loop = asyncio.get_running_loop()
-        self._expected: dict[bytes, UcxInbound] = {}
+        self._pairing: Pairing[UcxInbound] = Pairing()
         self._unpaired: dict[int, Any] = {}
-        self._links: set[UcxLink] = set()
         self._listener = ucx.UCXListener.create(self.driver.worker, 0, self._arrived)
         if is_loopback(host) and not sockets.keep_to_loopback(self._listener.port):
             log(logger, logging.WARNING, "ucx listens on all interfaces: its socket was not found", host=host)
@@ -57,11 +50,7 @@ class UcxStation:
 
     def expect(self, link: UcxInbound) -> bytes:
         """Return what a sender needs to reach `link`: port and token."""
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self._expected[token] = link
-        self._links.add(link)
-        link.on_closed = partial(self._forget, link, token)
-        return _EXTRA.pack(self._listener.port, token)
+        return self._pairing.offer(self._listener.port, link)
 
     async def connect(self, host: str, extra: bytes, memory: Memory, threads: Executor) -> UcxOutbound:
         """Make the data channel that a receiver's Hello offers.
@@ -70,17 +59,14 @@ class UcxStation:
             WorkerLostError: not reachable.
             TransferError: the offer is malformed.
         """
-        if len(extra) != _EXTRA.size:
-            raise TransferError("the receiver's Hello does not offer ucx")
-        port, token = _EXTRA.unpack(extra)
+        port, token = read_offer(extra, NAME)
         try:
             infos = await sockets.resolve(host, port)
             endpoint = ucx.UCXEndpoint.create(self.driver.worker, infos[0][4][0], port, True)
         except (ucx.UCXError, OSError) as error:
             raise WorkerLostError(f"ucx cannot reach {host}:{port}: {error}") from error
         link = UcxOutbound(self.driver, memory, threads)
-        self._links.add(link)
-        link.on_closed = partial(self._forget, link, b"")
+        self._pairing.keep(link)
         link.attach(endpoint)
         try:
             await self.driver.watch(endpoint.stream_send(Array(token)), token)
@@ -94,13 +80,8 @@ class UcxStation:
         self._listener = None
         for key in list(self._unpaired):
             self._turn_away(key)
-        for link in list(self._links):
-            link.close()
+        self._pairing.close()
         await self.driver.close()
-
-    def _forget(self, link: UcxLink, token: bytes) -> None:
-        self._expected.pop(token, None)
-        self._links.discard(link)
 
     def _arrived(self, request: int) -> None:
         """Take a new endpoint; called by UCX during progress."""
@@ -123,7 +104,7 @@ class UcxStation:
     def _greeted(self, key: int, token: bytearray, timer: asyncio.TimerHandle, greeting: asyncio.Future[None]) -> None:
         timer.cancel()
         failed = greeting.exception() is not None
-        link = None if failed or key not in self._unpaired else self._expected.pop(bytes(token), None)
+        link = None if failed or key not in self._unpaired else self._pairing.claim(bytes(token))
         if link is None:
             self._turn_away(key)
         else:
@@ -137,22 +118,14 @@ class UcxStation:
             self.driver.close_endpoint(endpoint)
 
 
-class UcxDoor:
-    """Implements `Door`: a TCP socket for control connections."""
+class UcxDoor(ChannelDoor[UcxInbound]):
+    """See ChannelDoor."""
 
     name = NAME
 
     def __init__(self, station: UcxStation, host: str, target: Memory, threads: Executor) -> None:
-        self.sock, self.port = sockets.listen(host)
-        self._station = station
-        self._target = target
-        self._threads = threads
+        super().__init__(station, host, target, threads)
+        self._driver = station.driver
 
-    def check(self, sock: socket.socket) -> None:
-        """Send small frames at once. Anybody may connect: the ticket's secret decides."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def greet(self, hello: transfer_pb2.Hello, fd: int | None, owner: LinkOwner) -> Greeting:  # noqa: ARG002
-        """Offer a data channel; it is up when the sender's endpoint has shown the token."""
-        link = UcxInbound(self._station.driver, self._target, self._threads, owner)
-        return Greeting(link, self._station.expect(link), is_up=False)
+    def _link(self, owner: LinkOwner) -> UcxInbound:
+        return UcxInbound(self._driver, self._target, self._threads, owner)

@@ -8,13 +8,13 @@ reaches the port can read and write this process.
 """
 
 import asyncio
-import ipaddress
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import ucxx._lib.libucxx as ucx
 
 from common.errors import TransferError
+from common.hosts import is_loopback
 
 T = TypeVar("T")
 
@@ -126,11 +126,3 @@ class UcxDriver:
             else:
                 done.set_result(None)
         return True
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is reached by this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

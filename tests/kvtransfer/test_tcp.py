@@ -17,7 +17,8 @@ from kvtransfer.fake import FakeBlockStore
 from kvtransfer.memory import Memory, copy_threads
 from kvtransfer.pieces import Run, Runs
 from kvtransfer.transports.cursor import STEP_BYTES, Cursor
-from kvtransfer.transports.tcp import TOKEN_BYTES, TcpDoor, TcpStation
+from kvtransfer.transports.pairing import TOKEN_BYTES
+from kvtransfer.transports.tcp import TcpDoor, TcpStation
 from kvtransfer.transports.tcp_link import TcpInbound, TcpOutbound
 
 LOOPBACK = "127.0.0.1"

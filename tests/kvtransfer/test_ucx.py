@@ -14,7 +14,8 @@ from kvtransfer.activity import Stop
 from kvtransfer.fake import FakeBlockStore
 from kvtransfer.memory import Memory, copy_threads
 from kvtransfer.pieces import Run, Runs
-from kvtransfer.transports.ucx import TOKEN_BYTES, UcxDoor, UcxStation
+from kvtransfer.transports.pairing import TOKEN_BYTES
+from kvtransfer.transports.ucx import UcxDoor, UcxStation
 from kvtransfer.transports.ucx_link import UcxInbound, UcxOutbound
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
