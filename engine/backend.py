@@ -35,6 +35,8 @@ class BackendFacts(NamedTuple):
     eos_token_ids: frozenset[int]
     kv_dtypes: tuple[str, ...]
     weights: str
+    has_own_threads: bool = False
+    """Its kernels do not use torch's threads. Those then stay idle: OpenMP's spin on for a while after their work."""
 
 
 class Backend(Protocol):

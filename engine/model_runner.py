@@ -29,7 +29,7 @@ class ModelRunner:
         self._model = backend
         self._block_tokens = kv.layout.block_tokens
         self._sampler = Sampler(backend.facts.eos_token_ids)
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._torch_threads = 1 if backend.facts.has_own_threads else threads or len(os.sched_getaffinity(0))
         self._compute_thread: int | None = None
 
     @torch.inference_mode()
@@ -37,7 +37,7 @@ class ModelRunner:
         """Write the chunks' KV; return a token for each chunk that reaches its sequence's end."""
         if self._compute_thread != threading.get_ident():
             # OpenMP keeps its thread count for each calling thread.
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._torch_threads)
             self._compute_thread = threading.get_ident()
         logits = self._model.forward(make_batch(batch, self._block_tokens), watch)
         ending = [chunk.sequence for chunk in batch if chunk.reaches_end]

@@ -79,6 +79,7 @@ class CpuBackend:
             eos_token_ids=architecture.eos_token_ids,
             kv_dtypes=KV_DTYPES[format_name],
             weights=format_name,
+            has_own_threads=True,
         )
 
     @classmethod

@@ -1,6 +1,7 @@
 """Greedy tokens of the paged engine equal Hugging Face generate, however the work is cut, batched, cached or moved."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -215,6 +216,27 @@ def test_a_pool_of_half_the_bytes_gives_nearly_the_same_logprobs(load: Callable[
 
     assert chosen[0][0] == chosen[1][0]
     assert chosen[1][1] == pytest.approx(chosen[0][1], abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "torch_threads"),
+    [
+        ("reference", 2),
+        pytest.param("cpu", 1, marks=pytest.mark.skipif(not supported_isas(), reason="no kernels for this CPU")),
+    ],
+)
+def test_torch_starts_no_threads_beside_those_of_the_kernels(
+    backend: str, torch_threads: int, load: Callable[..., Engine]
+) -> None:
+    """OpenMP's threads spin after their work, on the cores that the kernels' next step needs."""
+    engine = load(backend=backend, threads=2)
+
+    def compute() -> int:
+        _finish(engine, _start(engine, _prompt(9)))
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as compute_thread:
+        assert compute_thread.submit(compute).result() == torch_threads
 
 
 def _after(num_output: int, last: int, **rules: Any) -> Sequence:

@@ -3,6 +3,7 @@
 `python -m tools.peers.baton MODEL_DIR THREADS WEIGHTS ACTIVATIONS`.
 """
 
+import gc
 import time
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def load(arguments: list[str]) -> TimedEngine:
     config = EngineConfig.model_validate(
         {"threads": int(threads), "weights": weights, "activations": activations, "pool_mib": _POOL_MIB}
     )
-    return BatonEngine(Engine.load(Path(folder), config, "bench"))
+    engine = BatonEngine(Engine.load(Path(folder), config, "bench"))
+    gc.freeze()  # as a worker's process does once it is up
+    return engine
 
 
 if __name__ == "__main__":
