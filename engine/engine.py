@@ -4,7 +4,6 @@ Imports no torch by itself; `Engine.load` brings it in.
 """
 
 import math
-import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Protocol
@@ -170,12 +169,12 @@ class Engine:
             assert len(sequence.block_table) >= self.blocks_for(end), f"no block for token {end - 1}"
         if not batch:
             return []
-        began = time.monotonic()
-        outputs = self._runner.run(batch, watch)
-        num_tokens = sum(chunk.num_tokens for chunk in batch)
+        return self._runner.run(batch, watch)
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step what a block of a prompt costs."""
         if num_tokens >= self.layout.block_tokens:  # fewer say what a step costs, not what a token does
-            self.block_s = (time.monotonic() - began) / num_tokens * self.layout.block_tokens
-        return outputs
+            self.block_s = seconds / num_tokens * self.layout.block_tokens
 
     def complete(self, chunk: ScheduledChunk, output: TokenOutput | None) -> None:
         """Apply a step's result to its sequence: KV is there, full blocks are findable, the token is appended."""

@@ -161,6 +161,7 @@ class StepRunner:
                 self._in_step = set()
                 seconds = loop.time() - began
                 self.count.end(amounts, seconds)
+                self._engine.took(sum(chunk.num_tokens for chunk in batch), seconds)
                 _charge(batch, seconds)
                 self._owner.apply(batch, outputs)
                 self._let_go()

@@ -1,6 +1,7 @@
 """Steps run one after another; blocks in use wait for the step; a crash is told to everybody."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence as Seq
 
@@ -61,6 +62,26 @@ def test_blocks_of_a_running_step_are_released_after_it() -> None:
 
         assert engine.pool.num_used == 0
         await runner.wait_failed()
+
+    asyncio.run(main())
+
+
+def test_what_a_block_costs_is_learned_from_steps_that_computed_one() -> None:
+    async def main() -> None:
+        engine = FakeEngine(num_blocks=16)
+        owner = OneSequence(engine)
+        owner.sequence.token_ids += range(10, 15)
+        runner = StepRunner(engine, owner, "w")
+        assert engine.block_s == math.inf
+        runner.start()
+        await asyncio.wait_for(owner.applied.wait(), LIMIT_S)
+        owner.is_running = False
+        await runner.stop()
+
+        assert 0 < engine.block_s < LIMIT_S
+        known = engine.block_s
+        engine.took(3, 1e6)
+        assert engine.block_s == known
 
     asyncio.run(main())
 
