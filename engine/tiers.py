@@ -6,6 +6,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -24,6 +25,16 @@ DISK_MEMORY_S = 30.0
 """How long a disk that was slower than computing is left alone."""
 BATCH_BLOCKS = 32
 """Blocks that are encoded, or written, in one go."""
+
+
+class _Source(NamedTuple):
+    """What a block is restored from."""
+
+    block_hash: bytes
+    data: bytes | None
+    """What this memory has of it; None: a file has it, if anything."""
+    is_raw: bool
+    """Whether `data` is not encoded yet."""
 
 
 class BlockTiers:
@@ -87,21 +98,20 @@ class BlockTiers:
 
         A block that cannot be read any more ends it. When cancelled, this returns only after the last byte was written.
         """
-        sources = [self._staged.get(block_hash) or self._host.get(block_hash) for block_hash in hashes]
-        is_raw = [block_hash in self._staged for block_hash in hashes]
+        sources = [self._source(block_hash) for block_hash in hashes]
         began = time.monotonic()
-        reading = asyncio.ensure_future(asyncio.to_thread(self._read, hashes, sources, is_raw, block_ids))
+        reading = asyncio.ensure_future(asyncio.to_thread(self._read, sources, block_ids))
         try:
             count = await asyncio.shield(reading)
         except asyncio.CancelledError:
             await asyncio.wait([reading])  # until then the blocks are written to
             raise
-        if count and all(source is None for source in sources[:count]):
+        if count and all(source.data is None for source in sources[:count]):
             self._disk_measured_s = time.monotonic()
             self._disk_block_s = (self._disk_measured_s - began) / count
         for block_hash in hashes[:count]:
             self._use(block_hash)
-        if count < len(hashes) and sources[count] is None:
+        if count < len(hashes) and sources[count].data is None:
             self._lose(hashes[count])
         self.counters["tier_blocks_restored_total"] += count
         return count
@@ -172,29 +182,26 @@ class BlockTiers:
         if surplus:
             self._log.note(False, surplus, CacheTier.DISK)
 
-    def _read(
-        self,
-        hashes: Sequence[bytes],
-        sources: Sequence[bytes | None],
-        is_raw: Sequence[bool],
-        block_ids: Sequence[int],
-    ) -> int:
+    def _source(self, block_hash: bytes) -> _Source:
+        raw = self._staged.get(block_hash)
+        return _Source(block_hash, self._host.get(block_hash) if raw is None else raw, raw is not None)
+
+    def _read(self, sources: Sequence[_Source], block_ids: Sequence[int]) -> int:
         """Fill blocks of the pool; on another thread."""
-        for count, (block_hash, source) in enumerate(zip(hashes, sources, strict=True)):
-            block = self._block(block_ids[count])
-            if is_raw[count] and source is not None:
-                block[:] = source
+        for count, (source, block_id) in enumerate(zip(sources, block_ids, strict=True)):
+            block, data = self._block(block_id), source.data
+            if source.is_raw and data is not None:
+                block[:] = data
                 continue
-            data = source
             if data is None and self._disk is not None:
-                data = self._disk.read(block_hash)
+                data = self._disk.read(source.block_hash)
             try:
                 if data is None:
                     return count
                 self._codec.decode(memoryview(data), self._slabs, block)
             except TransferError:
                 return count
-        return len(hashes)
+        return len(sources)
 
     def _where(self, block_hash: bytes) -> CacheTier | None:
         if block_hash in self._staged or block_hash in self._host:
