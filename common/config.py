@@ -52,7 +52,7 @@ class EngineConfig(Node):
     context_tokens: Positive | None = None
     """Most tokens of prompt and output together; None: the model's own window."""
     host_tier_mib: Count = 0
-    """Host memory of one worker for blocks that its pool evicts, MiB; 0: none."""
+    """Host memory of one worker for blocks that its pool evicts, preempted sequences included, MiB; 0: none."""
     disk_tier_mib: Count = 0
     """Disk space of one worker for blocks that leave the host tier, MiB; 0: none."""
     disk_tier_dir: Path = Path("~/.cache/baton/blocks")

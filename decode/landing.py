@@ -1,15 +1,17 @@
 """From reserved blocks to a sequence that can decode: grant a ticket, let the prompt be prefilled, see it land.
 
-What fails on the prefill worker reaches the gateway with that worker's own code and words.
+A preempted sequence lands from the tiers below the pool instead. What fails on the prefill worker reaches the gateway
+with that worker's own code and words.
 """
 
 import asyncio
 from typing import Any, Protocol, TypeVar
 
-from baton_pb.v1 import worker_pb2
+from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.errors import BatonError
 from decode.prefill_calls import PrefillCall, PrefillCalls
 from decode.stream import TokenStream
+from engine.tiers import BlockTiers
 from kvtransfer.interface import Endpoint, Landing, LandingReport
 
 T = TypeVar("T")
@@ -35,6 +37,10 @@ class LandingOwner(Protocol):
         """End the stream with an error; `quiet` follows."""
         ...
 
+    def returned(self, stream: TokenStream, num_blocks: int) -> None:
+        """So many of the first blocks that a preempted stream lacked are back, and its blocks the owner's."""
+        ...
+
     def quiet(self, stream: TokenStream) -> None:
         """The stream did not land, and no byte can arrive in its blocks any more: release them."""
         ...
@@ -54,11 +60,10 @@ class LandingRun:
         self._stream = stream
         self._has_landed = False
 
-    async def run(self, request: worker_pb2.PrefillRequest, num_blocks: int, timeout_s: float | None) -> None:
+    async def run(self, num_blocks: int, timeout_s: float | None) -> None:
         """Land the prompt. May be cancelled at any moment; the blocks come back when nothing can arrive.
 
         Args:
-            request: everything but the ticket.
             num_blocks: of the prompt.
             timeout_s: left of the request's deadline.
         """
@@ -67,7 +72,7 @@ class LandingRun:
         address = stream.target.address
         landing = self._endpoint.grant(stream.sequence.block_table[stream.first_block : num_blocks], stream.first_block)
         try:
-            request.ticket.CopyFrom(landing.ticket)
+            request = _request(stream, landing.ticket, timeout_s)
             async with self._calls.open(address, request, timeout_s) as call:
                 await self._receive(call, landing)
         except BatonError as error:
@@ -98,6 +103,32 @@ class LandingRun:
             await asyncio.wait(tasks)
             for task in tasks:
                 _is_failed(task)  # seen: what mattered was raised
+
+
+async def bring_back(owner: LandingOwner, tiers: BlockTiers, stream: TokenStream) -> None:
+    """Land a preempted stream from the tiers below the pool. May be cancelled at any moment."""
+    wanted, stream.below = stream.below, ()
+    first, num_back = stream.first_block, None
+    try:
+        num_back = await tiers.restore(wanted, stream.sequence.block_table[first : first + len(wanted)])
+    finally:
+        if num_back is None:
+            owner.quiet(stream)
+    owner.returned(stream, num_back)
+
+
+def _request(stream: TokenStream, ticket: transfer_pb2.Ticket, timeout_s: float | None) -> worker_pb2.PrefillRequest:
+    sequence = stream.sequence
+    return worker_pb2.PrefillRequest(
+        request_id=stream.request_id,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        sampling=sequence.sampling.to_pb(),
+        ticket=ticket,
+        timeout_s=timeout_s or 0.0,
+        cache_salt=sequence.cache_salt,
+        prefix_holder=stream.prefix_holder,
+    )
 
 
 async def _unless_failed(first_token: "asyncio.Task[T]", arrival: asyncio.Task[LandingReport]) -> "T":

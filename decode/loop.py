@@ -21,7 +21,7 @@ from common.errors import (
 from common.logs import log
 from common.rpc import is_address
 from common.status import error_to_pb
-from decode.landing import LandingRun
+from decode.landing import LandingRun, bring_back
 from decode.prefill_calls import PrefillCalls
 from decode.scheduler import DecodeScheduler, PlannedChunk
 from decode.session import GatewaySession
@@ -198,6 +198,15 @@ class DecodeLoop:
         self.runner.wake()
         self._changed()
 
+    def returned(self, stream: TokenStream, num_blocks: int) -> None:
+        """Let a preempted stream go on; what it still lacks is computed."""
+        del self._landings[stream]
+        self._engine.advance(stream.sequence, (stream.first_block + num_blocks) * self._engine.layout.block_tokens)
+        self._scheduler.join(stream)
+        self._counters["preempted_blocks_restored_total"] += num_blocks
+        self.runner.wake()
+        self._changed()
+
     def fail(self, stream: TokenStream, error: BatonError) -> None:
         """End a stream with an error, if it has not ended: a landing's failure, a deadline, a crash."""
         if stream.phase is Phase.ENDED:
@@ -331,22 +340,13 @@ class DecodeLoop:
 
     def _admit(self) -> None:
         for stream in self._scheduler.admit():
-            run = LandingRun(self, self._endpoint, self._calls, stream)
-            sequence = stream.sequence
-            timeout_s = None
-            if stream.timeout_s is not None:
-                timeout_s = max(0.001, stream.started_s + stream.timeout_s - self._clock.now())
-            request = worker_pb2.PrefillRequest(
-                request_id=stream.request_id,
-                token_ids=sequence.token_ids,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.sampling.to_pb(),
-                timeout_s=timeout_s or 0.0,
-                cache_salt=sequence.cache_salt,
-                prefix_holder=stream.prefix_holder,
-            )
-            num_blocks = self._engine.blocks_for(sequence.num_tokens)
-            work = run.run(request, num_blocks, timeout_s)
+            if stream.below:
+                assert self._engine.tiers is not None
+                work = bring_back(self, self._engine.tiers, stream)
+            else:
+                num_blocks = self._engine.blocks_for(stream.sequence.num_tokens)
+                run = LandingRun(self, self._endpoint, self._calls, stream)
+                work = run.run(num_blocks, stream.left_s(self._clock.now()))
             self._landings[stream] = self.runner.spawn(work, f"landing-{stream.request_id}")
 
     def _take_token(self, stream: TokenStream, token: common_pb2.SampledToken) -> None:

@@ -27,13 +27,16 @@ class StepPlan(NamedTuple):
 class DecodeScheduler:
     """Admission in order of arrival, continuous batching, preemption of the youngest.
 
-                    admit, prefill elsewhere ──► LANDING ──join──► RUNNING
-        add ──► WAITING ──admit, prefill here───────────────────────►│ │
-                   ▲───────────── preempt: blocks lost, tokens kept ──┘ └─remove──► gone
+              admit, KV from elsewhere ──► LANDING ──join──► RUNNING
+        add ──► WAITING ──admit, prefill here─────────────────►│ │
+                   ▲─────── preempt: blocks lost, tokens kept ──┘ └─remove──► gone
 
     WAITING holds no blocks; LANDING and RUNNING hold blocks for all their tokens and the next one. A preempted
     stream keeps its place in the order of arrival: it is older than all that wait, so it comes back first, and the
     oldest stream is never preempted for another. So everyone ends, as long as those that hold blocks end.
+    Blocks that a preempted stream computed stay in the prefix cache until others need them, and then go to the tiers
+    below, if there are any. When it is admitted again, what is still in the cache is shared, what a tier gives back
+    sooner than it is computed lands from there, and the rest (its last, partial block always) is computed.
     Blocks are taken here; the owner gives those of removed streams back. Owned by the decode loop.
     """
 
@@ -88,22 +91,23 @@ class DecodeScheduler:
         stream.phase = Phase.ENDED
 
     def admit(self) -> list[TokenStream]:
-        """Give blocks to waiting streams, in order, while there is room; return those whose prefill is elsewhere.
+        """Give blocks to waiting streams, in order, while there is room; return those whose KV is elsewhere.
 
-        Those are LANDING now; the others RUNNING. May be called while a step runs.
+        Those are LANDING now, from a prefill worker or (`below`) from a tier; the others RUNNING. May be called while
+        a step runs.
         """
-        remote = []
+        landing = []
         for stream in [stream for stream in self.waiting if stream.loading is None]:
             if len(self.landing) + len(self.running) >= self._seats or not self._reserve(stream):
                 break
             self.waiting.remove(stream)
-            if stream.target is None:
+            if stream.target is None and not stream.below:
                 self._run(stream)
             else:
                 stream.phase = Phase.LANDING
                 self.landing.append(stream)
-                remote.append(stream)
-        return remote
+                landing.append(stream)
+        return landing
 
     def join(self, stream: TokenStream) -> None:
         """Let a landed stream decode from the next step on."""
@@ -157,6 +161,9 @@ class DecodeScheduler:
         if stream.target is None:
             sequence.num_computed = len(matched) * block_tokens
         stream.first_block = len(matched)
+        if stream.num_preemptions and engine.tiers is not None:
+            below = hashes[len(matched) :]
+            stream.below = below[: engine.tiers.peek(below, engine.block_s)]
         if stream.cached_tokens is None:
             sequence.num_cached = min(len(matched) * block_tokens, sequence.num_prompt_tokens)
             stream.cached_tokens = sequence.num_cached

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,8 @@ class TokenStream:
     first_block: int = 0
     """Leading blocks that were here already when it was admitted: they are not sent."""
     num_preemptions: int = 0
+    below: Seq[bytes] = ()
+    """After a preemption: hashes of its next blocks that come back from the tiers below the pool."""
     timeout_s: float | None = None
     """From started_s to the deadline."""
     timer: asyncio.TimerHandle | None = None
@@ -71,6 +74,10 @@ class TokenStream:
     def request_id(self) -> str:
         """Names it within its session."""
         return self.sequence.request_id
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return the time to its deadline, a little if that has passed; None without one."""
+        return None if self.timeout_s is None else max(0.001, self.started_s + self.timeout_s - now_s)
 
     def finished_pb(self, reason: "common_pb2.FinishReason.ValueType") -> worker_pb2.SequenceFinished:
         """Return the last message's summary."""

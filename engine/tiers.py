@@ -21,10 +21,17 @@ from kvtransfer.store import BlockStore
 
 STAGED_BYTES_MAX = 64 << 20
 """Evicted blocks that are copied but not encoded yet; beyond it evicted blocks are lost, as without tiers."""
-DISK_MEMORY_S = 30.0
-"""How long a disk that was slower than computing is left alone."""
+COST_MEMORY_S = 30.0
+"""How long a tier that was slower than computing is left alone."""
 BATCH_BLOCKS = 32
 """Blocks that are encoded, or written, in one go."""
+
+
+class _Cost(NamedTuple):
+    """Seconds to restore a block, and when that was measured."""
+
+    block_s: float
+    measured_s: float
 
 
 class _Source(NamedTuple):
@@ -59,9 +66,8 @@ class BlockTiers:
         self._staged: OrderedDict[bytes, bytes] = OrderedDict()
         self._host: OrderedDict[bytes, bytes] = OrderedDict()
         self._host_bytes = 0
-        self._disk_block_s = 0.0
-        """Seconds to restore a block from disk, as it was the last time."""
-        self._disk_measured_s = -math.inf
+        self._costs: dict[CacheTier, _Cost] = {}
+        """Of restoring a block, as it was the last time."""
         self._wake = asyncio.Event()
 
     @property
@@ -85,11 +91,11 @@ class BlockTiers:
 
     def peek(self, hashes: Sequence[bytes], block_s: float = math.inf) -> int:
         """Return how many of the first `hashes` are here, and restored sooner than in `block_s` each."""
-        is_old = time.monotonic() - self._disk_measured_s > DISK_MEMORY_S
-        is_disk_fast = is_old or self._disk_block_s < block_s
+        oldest = time.monotonic() - COST_MEMORY_S
+        slow = {tier for tier, cost in self._costs.items() if cost.measured_s >= oldest and cost.block_s >= block_s}
         for count, block_hash in enumerate(hashes):
             tier = self._where(block_hash)
-            if tier is None or (tier is CacheTier.DISK and not is_disk_fast):
+            if tier is None or tier in slow:
                 return count
         return len(hashes)
 
@@ -106,9 +112,10 @@ class BlockTiers:
         except asyncio.CancelledError:
             await asyncio.wait([reading])  # until then the blocks are written to
             raise
-        if count and all(source.data is None for source in sources[:count]):
-            self._disk_measured_s = time.monotonic()
-            self._disk_block_s = (self._disk_measured_s - began) / count
+        tiers = {CacheTier.DISK if source.data is None else CacheTier.HOST for source in sources[:count]}
+        if len(tiers) == 1:  # else nobody knows which of them took how long
+            now = time.monotonic()
+            self._costs[tiers.pop()] = _Cost((now - began) / count, now)
         for block_hash in hashes[:count]:
             self._use(block_hash)
         if count < len(hashes) and sources[count].data is None:

@@ -18,6 +18,9 @@ from decode.worker import DecodeWorker
 from engine.fake import FakeEngine
 from engine.grammar import Grammars
 from engine.step import ScheduledChunk
+from engine.tiers import BlockTiers
+from kvtransfer.codecs.base import Codec
+from kvtransfer.codecs.registry import CODECS
 from kvtransfer.fake import FakeNetwork
 from prefill.worker import PrefillWorker
 
@@ -185,6 +188,9 @@ class Bench:
         """Of a tokenizer whose token 0 ends outputs: workers made from now on obey grammars."""
         self.tiers: EngineConfig | None = None
         """Of the workers made from now on."""
+        self.host_bytes: int | None = None
+        """Size of a host tier of the workers made from now on, instead of `tiers`; and how it keeps blocks."""
+        self.host_codec: Codec = CODECS["raw"]
 
     async def prefill(
         self, worker_id: str = "prefill-0", num_blocks: int = 64, on_step: Any = None, **config: Any
@@ -218,6 +224,10 @@ class Bench:
         engine = FakeEngine(**options)
         if self.tiers is not None:
             engine.open_tiers(self.tiers, worker_id, Path())
+        elif self.host_bytes is not None:
+            store: Any = engine.kv  # a BlockStore
+            engine.tiers = BlockTiers(store, engine.pool.log, self.host_codec, self.host_bytes, None)
+            engine.pool.on_evict = engine.tiers.evicted
         return engine
 
     async def at_rest(self) -> None:

@@ -1,7 +1,10 @@
 """A decode worker serves what the model says, whoever prefilled it, and every request ends once and gives all back."""
 
 import asyncio
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -17,9 +20,11 @@ from common.errors import (
     TransferError,
     WorkerLostError,
 )
-from engine.fake import FakeEngine, fake_continuation
+from decode.worker import DecodeWorker
+from engine.fake import FakeEngine, fake_continuation, fake_layout
 from engine.step import ScheduledChunk
-from tests.decode.serving import LIMIT_S, Gate, Gateway, is_at_rest, serving, until_changed
+from kvtransfer.codecs.base import Slabs
+from tests.decode.serving import LIMIT_S, Bench, Gate, Gateway, is_at_rest, serving, until_changed
 
 PROMPT = list(range(100, 130))
 
@@ -176,6 +181,112 @@ def test_a_pool_too_small_for_all_preempts_and_all_finish(is_remote: bool) -> No
 
                 assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 30) for n in range(5)]
                 assert decode.loop.load().counters["preemptions_total"] > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("host_blocks", [0, 2, 1000])
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+def test_preempted_sequences_come_back_from_the_host_tier_with_the_same_tokens(
+    is_remote: bool, host_blocks: int
+) -> None:
+    async def main() -> None:
+        async with serving() as bench:
+            prefill = await bench.prefill()
+            bench.host_bytes = host_blocks * fake_layout().block_bytes
+            # Computing a block takes longer than copying it.
+            decode = await bench.decode(num_blocks=12, step_s=0.005)
+            async with Gateway(decode.address) as gateway:
+                for number in range(5):
+                    target = prefill if is_remote else None
+                    await gateway.start(f"r{number}", prompt_of(8, number), target, max_tokens=30)
+                answers = await gateway.over(*gateway.answers)
+
+                assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 30) for n in range(5)]
+                counters = decode.loop.load().counters
+                assert counters["preemptions_total"] > 0
+                if host_blocks == 1000:
+                    assert counters["preempted_blocks_restored_total"] > 0
+
+    asyncio.run(main())
+
+
+class WatchedCodec:
+    """Copies blocks; before one comes back, `on_decode` is asked."""
+
+    name, is_lossless = "raw", True
+
+    def __init__(self, on_decode: Callable[[], None]) -> None:
+        self._on_decode = on_decode
+
+    def encoded_max(self, slabs: Slabs) -> int:
+        return slabs.num_bytes
+
+    def encode(self, raw: memoryview, slabs: Slabs) -> memoryview:
+        return raw
+
+    def decode(self, encoded: memoryview, slabs: Slabs, raw: memoryview) -> None:
+        self._on_decode()
+        raw[:] = encoded
+
+
+@asynccontextmanager
+async def tiered(bench: Bench, on_decode: Callable[[], None]) -> AsyncIterator[tuple[DecodeWorker, Gateway]]:
+    """Give a worker with a small pool and a host tier; when a step begins, all that was evicted for it is encoded."""
+
+    def settle(batch: Sequence[ScheduledChunk]) -> None:
+        tiers = decode.engine.tiers
+        assert tiers is not None
+        while not tiers.is_settled:
+            time.sleep(0.001)
+
+    bench.host_codec, bench.host_bytes = WatchedCodec(on_decode), 1 << 20
+    decode = await bench.decode(num_blocks=12, on_step=settle)
+    async with Gateway(decode.address) as gateway:
+        yield decode, gateway
+
+
+def test_what_the_tier_cannot_give_back_of_a_preempted_sequence_is_computed() -> None:
+    async def main() -> None:
+        calls = 0
+
+        def refuse_the_second() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise TransferError("nothing that was encoded")
+
+        async with serving() as bench, tiered(bench, refuse_the_second) as (decode, gateway):
+            for number in range(2):
+                await gateway.start(f"r{number}", prompt_of(8, number), max_tokens=38)
+            answers = await gateway.over("r0", "r1")
+
+            assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 38) for n in range(2)]
+            assert decode.loop.load().counters["preempted_blocks_restored_total"] == 1
+            assert calls == 2
+
+    asyncio.run(main())
+
+
+def test_a_preempted_sequence_can_be_cancelled_while_its_blocks_come_back() -> None:
+    async def main() -> None:
+        loop, entered, flow = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def hold() -> None:
+            loop.call_soon_threadsafe(entered.set)
+            assert flow.wait(LIMIT_S)
+
+        async with serving() as bench, tiered(bench, hold) as (decode, gateway):
+            for number in range(2):
+                await gateway.start(f"r{number}", prompt_of(8, number), max_tokens=38)
+            await asyncio.wait_for(entered.wait(), LIMIT_S)
+            await gateway.cancel("r1")
+            await until_changed(decode, lambda: decode.loop.load().running_sequences == 0)
+            assert decode.engine.pool.num_used > 0  # they are still written to
+            flow.set()
+            (oldest,) = await gateway.over("r0")
+
+            assert oldest.tokens == fake_continuation(prompt_of(8, 0), 38)
 
     asyncio.run(main())
 

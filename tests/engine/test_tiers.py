@@ -189,7 +189,7 @@ def test_a_file_that_is_not_what_it_was_is_forgotten(tmp_path: Path, harm: str) 
     run(scenario)
 
 
-def test_a_disk_that_is_slower_than_computing_is_left_alone(tmp_path: Path) -> None:
+def test_a_tier_that_is_slower_than_computing_is_left_alone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(host_blocks=1, disk=disk_of(tmp_path, 8)) as bench:
             bench.keep(1, 2)
@@ -201,6 +201,9 @@ def test_a_disk_that_is_slower_than_computing_is_left_alone(tmp_path: Path) -> N
 
             assert bench.tiers.peek([on_disk], block_s=1e-9) == 0
             assert bench.tiers.peek([in_memory, on_disk], block_s=1e-9) == 1
+            assert bench.tiers.peek([in_memory, on_disk], block_s=60.0) == 2
+            assert await bench.restore(int.from_bytes(in_memory, "big")) == 1
+            assert bench.tiers.peek([in_memory, on_disk], block_s=1e-9) == 0
             assert bench.tiers.peek([in_memory, on_disk], block_s=60.0) == 2
 
     run(scenario)
