@@ -24,6 +24,7 @@ from engine.sequence import Sequence
 from engine.step import ScheduledChunk
 from kvtransfer.codecs.base import Slabs
 from kvtransfer.codecs.registry import CODECS
+from kvtransfer.memory import block_bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -121,15 +122,15 @@ class Scorer:
         layout, codec = self._kv.layout, CODECS[name]
         slabs = Slabs.of(layout, 1, layout.num_layers)
         for block in range(num_blocks):
-            source = self._kv.buffer[block * layout.block_bytes : (block + 1) * layout.block_bytes]
-            begin = (first + block) * layout.block_bytes
-            target = self._kv.buffer[begin : begin + layout.block_bytes]
-            started = time.monotonic()
-            encoded = codec.encode(source, slabs)
-            between = time.monotonic()
-            codec.decode(encoded, slabs, target)
-            ended = time.monotonic()
-            self.copied.append(Copied(slabs.num_bytes, encoded.nbytes, between - started, ended - between))
+            with block_bytes_of(self._kv, block) as source:
+                started = time.monotonic()
+                encoded = codec.encode(source, slabs)
+                between = time.monotonic()
+            with block_bytes_of(self._kv, first + block, is_written=True) as target:
+                begun = time.monotonic()
+                codec.decode(encoded, slabs, target)
+                ended = time.monotonic()
+            self.copied.append(Copied(slabs.num_bytes, encoded.nbytes, between - started, ended - begun))
 
 
 def require_fidelity(model: Scorer, bound: CodecBound, token_ids: list[int]) -> None:

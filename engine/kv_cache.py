@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
 from engine.free_memory import free_memory_bytes
+from kvtransfer.device import Device
 from kvtransfer.layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class KVCache:
                 f"cannot map a KV pool of {num_blocks} blocks, {num_bytes // MIB} MiB: {error}"
             ) from error
         self._memfd: int | None = memfd
+        self.device: Device | None = None
         # Fewer TLB misses where the kernel has shmem_enabled=advise; elsewhere it refuses and nothing is lost.
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -17,6 +17,7 @@ from engine.disk_tier import DiskTier
 from kvtransfer.codecs.base import Codec, Slabs
 from kvtransfer.codecs.registry import CODECS, codec_for
 from kvtransfer.layout import BlockLayout
+from kvtransfer.memory import block_bytes_of
 from kvtransfer.store import BlockStore
 
 STAGED_BYTES_MAX = 64 << 20
@@ -86,7 +87,8 @@ class BlockTiers:
             elif (len(self._staged) + 1) * block_bytes > STAGED_BYTES_MAX:
                 self.counters["tier_blocks_dropped_total"] += 1
             else:
-                self._staged[block_hash] = bytes(self._block(block_id))
+                with block_bytes_of(self._store, block_id) as block:
+                    self._staged[block_hash] = bytes(block)
                 self._wake.set()
 
     def peek(self, hashes: Sequence[bytes], block_s: float = math.inf) -> int:
@@ -196,16 +198,17 @@ class BlockTiers:
     def _read(self, sources: Sequence[_Source], block_ids: Sequence[int]) -> int:
         """Fill blocks of the pool; on another thread."""
         for count, (source, block_id) in enumerate(zip(sources, block_ids, strict=True)):
-            block, data = self._block(block_id), source.data
-            if source.is_raw and data is not None:
-                block[:] = data
-                continue
+            data = source.data
             if data is None and self._disk is not None:
                 data = self._disk.read(source.block_hash)
+            if data is None:
+                return count
             try:
-                if data is None:
-                    return count
-                self._codec.decode(memoryview(data), self._slabs, block)
+                with block_bytes_of(self._store, block_id, is_written=True) as block:
+                    if source.is_raw:
+                        block[:] = data
+                    else:
+                        self._codec.decode(memoryview(data), self._slabs, block)
             except TransferError:
                 return count
         return len(sources)
@@ -228,10 +231,6 @@ class BlockTiers:
             self._disk.remove([block_hash])
             self._log.note(False, [block_hash], CacheTier.DISK)
             self.counters["tier_blocks_corrupt_total"] += 1
-
-    def _block(self, block_id: int) -> memoryview:
-        size = self._store.layout.block_bytes
-        return self._store.buffer[block_id * size : (block_id + 1) * size]
 
 
 def make_tiers(

@@ -1,4 +1,6 @@
-"""Coded pieces: out of the sender's pool into one message, and out of the message into the receiver's blocks.
+"""Pieces as one message: out of the sender's pool into it, and out of it into the receiver's blocks.
+
+So travels what is coded or sealed, and what comes from or goes to a pool in a device, which no wire can touch.
 
     pool ── gather ── encode ── (seal) ── checksum ──► message ──► check ── (open) ── decode ── scatter ──► pool
 
@@ -8,14 +10,14 @@ Both directions block, and run on an endpoint's copy threads.
 import time
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from common.errors import TransferError
 from kvtransfer.activity import Stop
 from kvtransfer.codecs.base import Codec, Slabs
+from kvtransfer.codecs.registry import RAW
 from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import Memory, copy_runs
+from kvtransfer.memory import PoolMemory
 from kvtransfer.pieces import Piece, Runs
 from kvtransfer.seal import TAG_BYTES, Seal
 
@@ -58,14 +60,14 @@ def slabs_of(piece: Piece, layout: BlockLayout) -> Slabs:
     return Slabs.of(layout, len(piece.block_ids), len(piece.layers))
 
 
-def code(coding: Coding, memory: Memory, layout: BlockLayout, parcel: Parcel, stop: Stop) -> Coded:
+def code(coding: Coding, memory: PoolMemory, layout: BlockLayout, parcel: Parcel, stop: Stop) -> Coded:
     """Make a message of a piece of `memory`. Blocks; the pool is not read any more afterwards.
 
     Raises:
         TransferError: stopped, or the codec cannot carry the values.
     """
-    gathered = _buffer(parcel.runs.num_bytes)
-    copy_runs(memory, Memory(gathered), parcel.runs.with_targets(parcel.runs.packed()), stop)
+    gathered = memory.staging(parcel.runs.num_bytes)
+    memory.gather(parcel.runs, gathered, stop)
     started = time.monotonic()
     data = coding.codec.encode(gathered, slabs_of(parcel.piece, layout))
     seconds = time.monotonic() - started
@@ -74,7 +76,7 @@ def code(coding: Coding, memory: Memory, layout: BlockLayout, parcel: Parcel, st
     return Coded(data, xxhash.xxh3_64_intdigest(data) if coding.checksum else 0, seconds)
 
 
-def place(coding: Coding, coded: Coded, memory: Memory, layout: BlockLayout, parcel: Parcel, stop: Stop) -> None:
+def place(coding: Coding, coded: Coded, memory: PoolMemory, layout: BlockLayout, parcel: Parcel, stop: Stop) -> None:
     """Bring a message's blocks into `memory`. Blocks.
 
     Raises:
@@ -84,21 +86,14 @@ def place(coding: Coding, coded: Coded, memory: Memory, layout: BlockLayout, par
     data = coded.data
     if coding.checksum and xxhash.xxh3_64_intdigest(data) != coded.checksum:
         raise BadMessageError("a message with a wrong checksum")
-    values = _buffer(parcel.runs.num_bytes)
     try:
         if coding.seal is not None:
             data = coding.seal.open(data, parcel.piece, parcel.nonce)
-        coding.codec.decode(data, slabs_of(parcel.piece, layout), values)
+        if coding.codec.name == RAW and data.nbytes == parcel.runs.num_bytes:
+            values = data  # as it is: no second copy
+        else:
+            values = memory.staging(parcel.runs.num_bytes)
+            coding.codec.decode(data, slabs_of(parcel.piece, layout), values)
     except TransferError as error:
         raise BadMessageError(error.message) from error
-    copy_runs(Memory(values), memory, parcel.runs.with_sources(parcel.runs.packed()), stop)
-
-
-def new_message(num_bytes: int) -> memoryview:
-    """Return room for a message."""
-    return _buffer(num_bytes)
-
-
-def _buffer(num_bytes: int) -> memoryview:
-    """Return memory that nobody has cleared: it will be overwritten."""
-    return np.empty(num_bytes, dtype=np.uint8).data
+    memory.scatter(values, parcel.runs, stop)

@@ -64,7 +64,8 @@ class Dialer:
         """Return a connection, and why it is not the one that belongs there ("": it is)."""
         slow = ""
         if self._transport in ("auto", "shm"):
-            if address.host_id == self._host_id and address.shm_path:
+            is_near = address.host_id == self._host_id and address.shm_path
+            if is_near and (self._memfd is not None or self._transport == "shm"):
                 try:
                     return await self._dial_shm(address, greeter), ""
                 except (OSError, UnauthenticatedError) as error:
@@ -111,7 +112,7 @@ class Dialer:
         peer = OutboundPeer(address, greeter, sock, name)
         try:
             extra = await peer.greet()
-            link = await self.stations[name].connect(address.host, extra, greeter.pool.memory, greeter.pool.threads)
+            link = await self.stations[name].connect(address.host, extra, greeter.pool.host, greeter.pool.threads)
             peer.start(link)
             link.on_broken = peer.lose
             await peer.next_hello()

@@ -27,7 +27,7 @@ from kvtransfer import native
 from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
-from kvtransfer.memory import Memory, OwnPool, copy_threads
+from kvtransfer.memory import copy_threads, own_pool
 from kvtransfer.outbound import Greeter
 from kvtransfer.probe import Expectation
 from kvtransfer.push import BlockPush
@@ -57,7 +57,7 @@ class TransferEndpoint:
         self._store = store
         self._counters = TransferCounters()
         self._threads = copy_threads(worker_id)
-        self._pool = OwnPool(Memory(store.buffer), store.layout, store.num_blocks, self._threads)
+        self._pool = own_pool(store, self._threads)
         hello = transfer_pb2.Hello(
             protocol=PROTOCOL,
             worker_id=worker_id,
@@ -65,6 +65,7 @@ class TransferEndpoint:
             layout=store.layout.to_pb(),
             host_id=self.address.host_id,
             num_blocks=store.num_blocks,
+            in_device=store.device is not None,
         )
         self._receiver = Receiver(hello, self._pool, config, self._counters)
         greeter = Greeter(self._pool, hello, self._counters, config.inflight_bytes_max)
@@ -126,14 +127,14 @@ class TransferEndpoint:
 
     async def _open_doors(self) -> None:
         transport = self._config.transport
-        if transport in ("auto", "shm"):
+        if transport == "shm" and self._store.memfd is None:
+            raise ConfigError("transport is shm, but the pool has no memfd to share")
+        if transport in ("auto", "shm") and self._store.device is None:
             door = shm.ShmDoor(
-                self._pool.memory, self._threads, self._store.layout.block_bytes, self._config.checksum_shm
+                self._pool.host, self._threads, self._store.layout.block_bytes, self._config.checksum_shm
             )
             self._receiver.listen(door)
             self.address.shm_path = door.path
-            if transport == "shm" and self._store.memfd is None:
-                raise ConfigError("transport is shm, but the pool has no memfd to share")
         if transport in ("auto", "ucx"):
             try:
                 await self._open_ucx_door()
@@ -162,7 +163,7 @@ class TransferEndpoint:
             self.address.host, self._config.connect_timeout_s, lambda: self._counters.refused(UNKNOWN, "ucx")
         )
         self._dialer.stations["ucx"] = station
-        door = ucx.UcxDoor(station, self.address.host, self._pool.memory, self._threads)
+        door = ucx.UcxDoor(station, self.address.host, self._pool.host, self._threads)
         self._receiver.listen(door)
         self.address.ucx_port = door.port
 
@@ -171,7 +172,7 @@ class TransferEndpoint:
             self.address.host, self._config.connect_timeout_s, lambda: self._counters.refused(UNKNOWN, tcp_link.NAME)
         )
         self._dialer.stations[tcp_link.NAME] = station
-        door = tcp.TcpDoor(station, self.address.host, self._pool.memory, self._threads)
+        door = tcp.TcpDoor(station, self.address.host, self._pool.host, self._threads)
         self._receiver.listen(door)
         self.address.tcp_port = door.port
 

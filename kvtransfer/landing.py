@@ -10,7 +10,7 @@ from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError, TransferError
 from kvtransfer.activity import Activity, Stop
 from kvtransfer.codecs.registry import CODECS, RAW, is_allowed
-from kvtransfer.coding import BadMessageError, Coded, Coding, Parcel, new_message, place, slabs_of
+from kvtransfer.coding import BadMessageError, Coded, Coding, Parcel, place, slabs_of
 from kvtransfer.coverage import Coverage
 from kvtransfer.interface import LandingReport
 from kvtransfer.layout import BlockLayout
@@ -29,6 +29,8 @@ class SenderPeer(Protocol):
 
     worker_id: str
     num_blocks: int
+    has_messages: bool
+    """Whether each piece travels as one message, because one of the pools lies in a device."""
     last_piece: float
     """Loop time at which the last piece ended, of any landing on this connection; landings write it."""
 
@@ -154,7 +156,8 @@ class BlockLanding:
         self._opened = self._progress = self._loop.time()
         if not is_allowed(self.ticket.codec, codec):
             raise TransferError(f"codec {codec!r} for a ticket that asks for {self.ticket.codec!r}")
-        if peer.link.byte_receiver is not None and (codec != RAW or self.ticket.sealed):
+        is_message = codec != RAW or self.ticket.sealed or peer.has_messages
+        if peer.link.byte_receiver is not None and is_message:
             seal = Seal(self.ticket.transfer_id, self.ticket.secret) if self.ticket.sealed else None
             self._coding = Coding(CODECS[codec], seal, self.ticket.checksum and seal is None)
         elif codec != RAW:
@@ -226,7 +229,7 @@ class BlockLanding:
         assert self._peer is not None
         receiver = self._peer.link.byte_receiver
         assert receiver is not None
-        message = new_message(ready.encoded_bytes)
+        message = self._pool.memory.staging(ready.encoded_bytes)
         arriving = receiver.receive_bytes(message, ready.tag)
         task = self._loop.create_task(self._place(coding, parcel, Coded(message, ready.checksum), arriving))
         self._placing.add(task)

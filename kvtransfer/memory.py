@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -11,15 +13,46 @@ import xxhash
 from common.errors import TransferError
 from kvtransfer import native
 from kvtransfer.activity import Stop
+from kvtransfer.device import DeviceMemory
 from kvtransfer.layout import BlockLayout
-from kvtransfer.pieces import IntArray, Runs
+from kvtransfer.pieces import IntArray, Run, Runs
+from kvtransfer.store import BlockStore
 
 STEP_BYTES = 1024 * 1024
 """Copied or hashed between two looks at `Stop`: how long an abort waits for a thread."""
 
 
+class PoolMemory(Protocol):
+    """The bytes of the own pool, wherever they lie. Calls block; threads may share it."""
+
+    num_bytes: int
+
+    def staging(self, num_bytes: int) -> memoryview:
+        """Return host memory for a message to or from the pool; nobody has cleared it: it will be overwritten."""
+        ...
+
+    def gather(self, runs: Runs, target: memoryview, stop: Stop) -> None:
+        """Copy runs of the pool to host memory, one after the other.
+
+        Raises:
+            TransferError: stopped.
+        """
+        ...
+
+    def scatter(self, source: memoryview, runs: Runs, stop: Stop) -> None:
+        """Undo `gather`.
+
+        Raises:
+            TransferError: stopped; some runs may be written.
+        """
+        ...
+
+
 class Memory:
-    """The bytes of a pool, ours or a mapped one, by offset. Keeps the buffer alive; threads may share it."""
+    """The bytes of a pool in host memory, ours or a mapped one, by offset. Implements `PoolMemory`.
+
+    Keeps the buffer alive; threads may share it.
+    """
 
     def __init__(self, buffer: memoryview) -> None:
         array = np.frombuffer(buffer, dtype=np.uint8)
@@ -27,15 +60,59 @@ class Memory:
         self.address = int(array.ctypes.data)
         self.num_bytes = array.nbytes
 
+    def staging(self, num_bytes: int) -> memoryview:
+        """Return ordinary memory."""
+        return np.empty(num_bytes, dtype=np.uint8).data
+
+    def gather(self, runs: Runs, target: memoryview, stop: Stop) -> None:
+        """See `PoolMemory.gather`."""
+        copy_runs(self, Memory(target), runs.with_targets(runs.packed()), stop)
+
+    def scatter(self, source: memoryview, runs: Runs, stop: Stop) -> None:
+        """See `PoolMemory.scatter`."""
+        copy_runs(Memory(source), self, runs.with_sources(runs.packed()), stop)
+
 
 class OwnPool(NamedTuple):
     """What the halves of an endpoint need of its pool."""
 
-    memory: Memory
+    memory: PoolMemory
+    host: Memory
+    """The same bytes for links that read and write them in place; empty where the pool lies in a device."""
     layout: BlockLayout
     num_blocks: int
     threads: Executor
     """Where bytes are copied, checked and coded."""
+
+
+def own_pool(store: BlockStore, threads: Executor) -> OwnPool:
+    """Return what an endpoint needs of `store`."""
+    host = Memory(store.buffer)
+    memory = host if store.device is None else DeviceMemory(store.device)
+    return OwnPool(memory, host, store.layout, store.num_blocks, threads)
+
+
+@contextmanager
+def block_bytes_of(store: BlockStore, block_id: int, is_written: bool = False) -> Iterator[memoryview]:
+    """Give the bytes of one block: in place, or a copy of what a device holds. Blocks while that is copied.
+
+    Args:
+        store: where the block is.
+        block_id: of a block that nobody else touches meanwhile.
+        is_written: the block is overwritten as a whole: a copy begins with no meaning, and goes back to the device at
+            the end, unless that is an exception.
+    """
+    size = store.layout.block_bytes
+    if store.device is None:
+        yield store.buffer[block_id * size : (block_id + 1) * size]
+        return
+    memory, runs = DeviceMemory(store.device), Runs.of([Run(block_id * size, block_id * size, size)])
+    staging = memory.staging(size)
+    if not is_written:
+        memory.gather(runs, staging, Stop())
+    yield staging
+    if is_written:
+        memory.scatter(staging, runs, Stop())
 
 
 def copy_threads(worker_id: str) -> ThreadPoolExecutor:

@@ -58,6 +58,8 @@ class OutboundPeer:
         self._queue: deque[tuple[BlockPush, Piece]] = deque()
         self._inflight_bytes = 0
         self._window_bytes = greeter.inflight_bytes_max
+        self._has_messages = False
+        """Whether each piece travels as one message, because one of the pools lies in a device."""
         self._is_pumping = False
         self._loop = asyncio.get_running_loop()
         self._choice = CodecChoice(self._loop.time())
@@ -92,6 +94,7 @@ class OutboundPeer:
         require_equal(self._greeter.pool.layout, BlockLayout.from_pb(hello.layout))
         if (hello.worker_id, hello.generation) != (self._address.worker_id, self._address.generation):
             raise TransferError(f"the ticket is of an earlier life of {self._address.worker_id}, or of another worker")
+        self._has_messages = hello.in_device or self._greeter.hello.in_device
         if hello.window_bytes:
             self._window_bytes = min(self._window_bytes, hello.window_bytes)
         return hello.extra
@@ -216,7 +219,7 @@ class OutboundPeer:
                 link_bytes_per_s=self._choice.link_rate,
             )  # fmt: skip
             self._codec = codec
-        if codec == RAW and not terms.sealed:
+        if codec == RAW and not terms.sealed and not self._has_messages:
             return None
         seal = Seal(terms.transfer_id, terms.secret) if terms.sealed else None
         return Coding(CODECS[codec], seal, terms.checksum and seal is None)
@@ -233,9 +236,7 @@ class OutboundPeer:
             return
         pool = self._greeter.pool
         push.activity.begin()
-        hashing = self._loop.run_in_executor(
-            pool.threads, checksum_of, pool.memory, runs.sources, runs.sizes, push.stop
-        )
+        hashing = self._loop.run_in_executor(pool.threads, checksum_of, pool.host, runs.sources, runs.sizes, push.stop)
         hashing.add_done_callback(partial(self._hashed, push, piece, runs, num_bytes))
 
     def _hashed(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, hashing: asyncio.Future[int]) -> None:

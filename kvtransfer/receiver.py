@@ -146,6 +146,7 @@ class InboundPeer:
     def __init__(self, receiver: Receiver, door: Door, sock: socket.socket) -> None:
         self.worker_id = UNKNOWN
         self.num_blocks = 0
+        self.has_messages = False
         self.last_piece = 0.0
         self._receiver = receiver
         self._door = door
@@ -249,6 +250,7 @@ class InboundPeer:
         greeting = self._greet(hello)
         self.worker_id = hello.worker_id
         self.num_blocks = hello.num_blocks
+        self.has_messages = hello.in_device or self._receiver.hello.in_device
         self._link = greeting.link
         self._is_up = greeting.is_up
         answer = transfer_pb2.Hello()

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from kvtransfer.device import Device
 from kvtransfer.layout import BlockLayout
 
 
@@ -23,10 +24,15 @@ class BlockStore(Protocol):
 
     @property
     def buffer(self) -> memoryview:
-        """All `num_blocks * block_bytes` bytes, writable, format "B"."""
+        """All `num_blocks * block_bytes` bytes, writable, format "B"; none where the pool lies in a device."""
         ...
 
     @property
     def memfd(self) -> int | None:
         """Descriptor of the memfd behind `buffer` (offset 0), for peers on this host; None: not shareable."""
+        ...
+
+    @property
+    def device(self) -> Device | None:
+        """The device that the pool lies in, and how its bytes get out of it and into it; None: host memory."""
         ...

@@ -236,6 +236,7 @@ class Hello(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     EXTRA_FIELD_NUMBER: _builtins.int
     WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+    IN_DEVICE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker_id: _builtins.str
     generation: _builtins.int
@@ -248,6 +249,8 @@ class Hello(_message.Message):
     """Receiver -> sender: bytes of pieces that may be under way on this connection at once (one piece always may);
     0: any number.
     """
+    in_device: _builtins.bool
+    """The pool lies in a device that wires cannot read or write: a piece from or to it travels as one message."""
     @_builtins.property
     def layout(self) -> Global___BlockLayout: ...
     def __init__(
@@ -261,10 +264,11 @@ class Hello(_message.Message):
         num_blocks: _builtins.int = ...,
         extra: _builtins.bytes = ...,
         window_bytes: _builtins.int = ...,
+        in_device: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra", b"extra", "generation", b"generation", "host_id", b"host_id", "layout", b"layout", "num_blocks", b"num_blocks", "protocol", b"protocol", "window_bytes", b"window_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra", b"extra", "generation", b"generation", "host_id", b"host_id", "in_device", b"in_device", "layout", b"layout", "num_blocks", b"num_blocks", "protocol", b"protocol", "window_bytes", b"window_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -328,7 +332,9 @@ class Ready(_message.Message):
     tag: _builtins.int
     """Data channel tag (ucx)."""
     encoded_bytes: _builtins.int
-    """Length of the one message in which a coded or sealed piece travels; 0: it travels as it is."""
+    """Length of the one message in which a piece travels that is coded, sealed, or of a pool in a device; 0: it travels as
+    it is.
+    """
     nonce: _builtins.int
     """Of a sealed piece; never used twice under one ticket."""
     @_builtins.property

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.device import Device
 from kvtransfer.fake import FakeBlockStore
 from kvtransfer.layout import BlockLayout
 
@@ -67,6 +68,7 @@ class AnonymousStore:
         memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = memoryview(memory)
         self.memfd: int | None = None
+        self.device: Device | None = None
 
 
 class Pool:

@@ -13,8 +13,9 @@ from engine.cache_log import CacheTier
 from engine.disk_tier import DiskTier
 from engine.tiers import BlockTiers
 from kvtransfer.codecs.registry import CODECS
-from kvtransfer.fake import FakeBlockStore
+from kvtransfer.fake import FakeBlockStore, FakeDeviceStore
 
+Store = FakeBlockStore | FakeDeviceStore
 LIMIT_S = 10.0
 NUM_BLOCKS = 8
 
@@ -26,8 +27,8 @@ def name(seed: int) -> bytes:
 class Bench:
     """A pool over a store, and its tiers."""
 
-    def __init__(self, host_blocks: int, disk: DiskTier | None, codec: str) -> None:
-        self.store = FakeBlockStore(NUM_BLOCKS)
+    def __init__(self, host_blocks: int, disk: DiskTier | None, codec: str, kind: type[Store]) -> None:
+        self.store = kind(NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS)
         block_bytes = self.store.layout.block_bytes
         self.tiers = BlockTiers(self.store, self.pool.log, CODECS[codec], host_blocks * block_bytes, disk)
@@ -75,8 +76,10 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(host_blocks: int, disk: DiskTier | None = None, codec: str = "raw") -> AsyncIterator[Bench]:
-    bench = Bench(host_blocks, disk, codec)
+async def running(
+    host_blocks: int, disk: DiskTier | None = None, codec: str = "raw", kind: type[Store] = FakeBlockStore
+) -> AsyncIterator[Bench]:
+    bench = Bench(host_blocks, disk, codec, kind)
     moving = asyncio.create_task(bench.tiers.run())
     try:
         yield bench
@@ -93,9 +96,10 @@ def run(scenario: Callable[[], object]) -> None:
     asyncio.run(scenario())  # type: ignore[arg-type]  # a coroutine function without arguments
 
 
-def test_evicted_blocks_come_back_from_the_host_before_and_after_they_are_encoded() -> None:
+@pytest.mark.parametrize("kind", [FakeBlockStore, FakeDeviceStore])
+def test_evicted_blocks_come_back_from_the_host_before_and_after_they_are_encoded(kind: type[Store]) -> None:
     async def scenario() -> None:
-        async with running(host_blocks=4) as bench:
+        async with running(host_blocks=4, kind=kind) as bench:
             bench.keep(1, 2, 3)
             bench.evict_all()
             assert await bench.restore(1, 2, 3) == 3

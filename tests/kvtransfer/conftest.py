@@ -9,9 +9,19 @@ import pytest
 
 from common.config import TransferConfig
 from kvtransfer.endpoint import TransferEndpoint
-from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeNetwork
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeDeviceStore, FakeNetwork
 from kvtransfer.interface import Endpoint
 from kvtransfer.layout import BlockLayout
+
+Store = FakeBlockStore | FakeDeviceStore
+PLACES: dict[str, tuple[type[Store], type[Store]]] = {
+    "": (FakeBlockStore, FakeBlockStore),
+    "in a device": (FakeDeviceStore, FakeDeviceStore),
+    "from a device": (FakeDeviceStore, FakeBlockStore),
+    "to a device": (FakeBlockStore, FakeDeviceStore),
+}
+"""Where the two pools lie."""
+IN_DEVICES = ["tcp in a device", "ucx in a device"]
 
 
 @dataclass(slots=True)
@@ -20,8 +30,8 @@ class Pair:
 
     sender: Endpoint
     receiver: Endpoint
-    source: FakeBlockStore
-    target: FakeBlockStore
+    source: Store
+    target: Store
 
 
 MakePair = Callable[..., AbstractAsyncContextManager[Pair]]
@@ -32,13 +42,16 @@ Run = Callable[[Callable[[Pair], object]], None]
 async def _pair(
     transport: str, num_blocks: int = 16, layout: BlockLayout = SMALL_LAYOUT, **settings: object
 ) -> AsyncIterator[Pair]:
-    source, target = FakeBlockStore(num_blocks, layout), FakeBlockStore(num_blocks, layout)
+    transport, _, place = transport.partition(" ")
+    source, target = (kind(num_blocks, layout) for kind in PLACES[place])
     for block in range(num_blocks):
         source.fill(block, block + 1)
     sender: Endpoint
     receiver: Endpoint
     if transport == "fake":
         network = FakeNetwork()
+        assert isinstance(source, FakeBlockStore)
+        assert isinstance(target, FakeBlockStore)
         sender, receiver = network.endpoint("sender", source), network.endpoint("receiver", target)
     else:
         config = TransferConfig.model_validate({"transport": transport, **settings})
@@ -52,13 +65,13 @@ async def _pair(
     assert sender.num_active == receiver.num_active == 0
 
 
-@pytest.fixture(params=["fake", "shm", "ucx", "tcp"])
+@pytest.fixture(params=["fake", "shm", "ucx", "tcp", "tcp in a device"])
 def make_pair(request: pytest.FixtureRequest) -> MakePair:
     """Make pairs over each implementation of the contract."""
     return lambda **settings: _pair(request.param, **settings)
 
 
-@pytest.fixture(params=["shm", "ucx", "tcp"])
+@pytest.fixture(params=["shm", "ucx", "tcp", "tcp in a device"])
 def make_real_pair(request: pytest.FixtureRequest) -> MakePair:
     """Make pairs over each real transport."""
     return lambda **settings: _pair(request.param, **settings)
@@ -70,7 +83,7 @@ def make_shm_pair() -> MakePair:
     return lambda **settings: _pair("shm", **settings)
 
 
-@pytest.fixture(params=["fake", "shm", "ucx", "tcp"])
+@pytest.fixture(params=["fake", "shm", "ucx", "tcp", *IN_DEVICES])
 def with_pair(request: pytest.FixtureRequest) -> Run:
     """Run a coroutine function with a pair, over each implementation, under a limit of time."""
 
@@ -84,3 +97,9 @@ def with_pair(request: pytest.FixtureRequest) -> Run:
         asyncio.run(main())
 
     return run
+
+
+@pytest.fixture(params=["tcp from a device", "tcp to a device"])
+def make_mixed_pair(request: pytest.FixtureRequest) -> MakePair:
+    """Make pairs of which one pool lies in a device."""
+    return lambda **settings: _pair(request.param, **settings)

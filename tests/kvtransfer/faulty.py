@@ -19,7 +19,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.landing import BlockLanding
 from kvtransfer.layout import BlockLayout
-from kvtransfer.memory import Memory, OwnPool
+from kvtransfer.memory import Memory, own_pool
 from kvtransfer.outbound import Greeter, OutboundPeer
 from kvtransfer.pieces import Runs
 from kvtransfer.push import BlockPush
@@ -200,7 +200,7 @@ class FaultyDialer:
         peer = OutboundPeer(address, greeter, sock, NAME)
         await peer.greet()
         wire = self.network.wire(greeter.hello.worker_id, address.worker_id)
-        peer.start(FaultyOutbound(wire, greeter.pool.memory))
+        peer.start(FaultyOutbound(wire, greeter.pool.host))
         await peer.probe()
         return peer
 
@@ -210,7 +210,7 @@ class FaultyEndpoint:
 
     def __init__(self, network: FaultyNetwork, worker_id: str, store: BlockStore, config: TransferConfig) -> None:
         self._threads = ThreadPoolExecutor(2)
-        pool = OwnPool(Memory(store.buffer), store.layout, store.num_blocks, self._threads)
+        pool = own_pool(store, self._threads)
         hello = transfer_pb2.Hello(
             protocol=PROTOCOL,
             worker_id=worker_id,
@@ -222,7 +222,7 @@ class FaultyEndpoint:
         self.counters = TransferCounters()
         self._network = network
         self.receiver = Receiver(hello, pool, config, self.counters)
-        door = FaultyDoor(network, worker_id, pool.memory)
+        door = FaultyDoor(network, worker_id, pool.host)
         self.path = network.paths[worker_id] = door.path
         self.receiver.listen(door)
         greeter = Greeter(pool, hello, TransferCounters(), config.inflight_bytes_max)

@@ -1,0 +1,1 @@
+"""Pools in the memory of an NVIDIA GPU: the copy kernel and what launches it."""
