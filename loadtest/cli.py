@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from common.errors import BatonError, ConfigError
+from cluster.cli import one_line_errors
+from common.errors import ConfigError
 from loadtest.bench.common import machine
 from loadtest.capacity import measure_capacity
 from loadtest.client import BatonTarget, Target
@@ -98,7 +98,7 @@ def run(
     precision: PrecisionOption = 0.05,
 ) -> None:
     """Send one workload, once or at one rate after the other."""
-    with _one_line_errors():
+    with one_line_errors():
         slo = Slo(slo_ttft, slo_tpot)
         asked = slo if targets else None
         options = RunOptions(seed, duration, timeout, ignore_eos, asked)
@@ -122,7 +122,7 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Show two runs side by side."""
-    with _one_line_errors():
+    with one_line_errors():
         runs = RunFile.load(first), RunFile.load(second)
         summaries = tuple(summarize(item.records, runs[0].slo) for item in runs)
         if as_json:
@@ -140,7 +140,7 @@ def report_command(
     page: Annotated[Path, typer.Argument(help="HTML file to write.")],
 ) -> None:
     """Write the HTML page of a run made earlier."""
-    with _one_line_errors():
+    with one_line_errors():
         write_report(RunFile.load(source), page, f"Load test: {source.stem}")
 
 
@@ -152,7 +152,7 @@ def capacity(
     as_json: JsonOption = False,
 ) -> None:
     """Say how many requests per second this client can drive, against an echo worker."""
-    with _one_line_errors():
+    with one_line_errors():
         reached = asyncio.run(measure_capacity(duration, prompt_tokens, output_tokens))
         if as_json:
             typer.echo(json.dumps(asdict(reached)))
@@ -193,7 +193,7 @@ def simulate(
     precision: PrecisionOption = 0.05,
 ) -> None:
     """Play a workload against a cluster that exists only as a cost model, with the real router, on a virtual clock."""
-    with _one_line_errors():
+    with one_line_errors():
         slo = Slo(slo_ttft, slo_tpot)
         options = RunOptions(seed=seed, duration_s=duration, targets=slo if targets else None)
         plan = _plan(workload, arrival, sessions, slo, options)
@@ -215,7 +215,7 @@ def profile(
     where: Annotated[str | None, typer.Option(help="What the cluster runs on; default: this machine.")] = None,
 ) -> None:
     """Fit a cost model to a running cluster: prompts of several lengths, batches of several sizes, a minute or two."""
-    with _one_line_errors():
+    with one_line_errors():
         seen = asyncio.run(observe(target.removeprefix("grpc://")))
         made = fitted(seen, name or output.stem, where or machine())
         made.save(output)
@@ -225,18 +225,6 @@ def profile(
             f"{step.sequence_s * 1e3:.2f} for each sequence; link {link.bytes_per_s / 1e9:.2f} GB/s; "
             f"median error {made.error:.1%}"
         )
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Show an operating error as one line, and leave with 2 (set-up) or 1 (anything else)."""
-    try:
-        yield
-    except BatonError as error:
-        typer.echo(f"baton: {' '.join(error.message.split())}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
-    except KeyboardInterrupt as error:
-        raise typer.Exit(130) from error
 
 
 def _plan(workload: str, arrival: str, sessions: int | None, slo: Slo, options: RunOptions) -> Plan:

@@ -4,14 +4,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
+from cluster.cli import one_line_errors
 from cluster.model_store import resolve
 from common.config import DEMO_MODEL, ModelConfig
-from common.errors import BatonError, ConfigError
+from common.errors import ConfigError
 from loadtest.bench import codecs, transfer
 from loadtest.bench.common import BenchRow, publish
 
@@ -34,7 +34,7 @@ def quality(
     tokens: Annotated[int | None, typer.Option(min=1, help="How much of the text to read; default: all.")] = None,
 ) -> None:
     """Compare each weight and KV format with fp32 on a text: KL divergence and how often the same token wins."""
-    with _one_line_errors():
+    with one_line_errors():
         folder = resolve(ModelConfig(source=model)).path
         command = [sys.executable, "-m", "engine.quality", str(folder), *([] if tokens is None else [str(tokens)])]
         rows = [row for line in _lines(command) for row in _rows(line)]
@@ -67,13 +67,3 @@ def _lines(command: list[str]) -> Iterator[dict[str, Any]]:
         complaint = process.stderr.read().strip().splitlines()
     if process.returncode:
         raise ConfigError(complaint[-1] if complaint else f"it ended with code {process.returncode}")
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Show an operating error as one line, and leave with 2 (set-up) or 1 (anything else)."""
-    try:
-        yield
-    except BatonError as error:
-        typer.echo(f"baton: {' '.join(error.message.split())}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error

@@ -60,8 +60,6 @@ class HermesParser:
         self._text: Until | None = Until(_OPENING)
         self._calls: CallsReader | None = None
         self._closing = ""
-        self._is_space_due = False
-        """Leading white space is dropped."""
 
     def push(self, text: str) -> Parsed:
         """See TextParser."""
@@ -84,9 +82,6 @@ class HermesParser:
         return Parsed("" if self._text is None else self._text.finish())
 
     def _say(self, until: Until, text: str) -> tuple[str, Parsed]:
-        if self._is_space_due:
-            text = text.lstrip()
-            self._is_space_due = not text
         passed = until.push(text)
         if until.rest is None:
             return "", Parsed(passed)
@@ -99,7 +94,7 @@ class HermesParser:
         if calls.is_over:
             self._num_calls, self._calls = calls.next_index, None
             if calls.refused is not None:
-                self._text, self._is_space_due = Until(_OPENING), False
+                self._text = Until(_OPENING)
                 parsed += Parsed(_OPENING + calls.refused)
         return rest, parsed
 
@@ -109,5 +104,5 @@ class HermesParser:
         if len(stripped) < len(_CLOSING) and _CLOSING.startswith(stripped):
             self._closing = text
             return ""
-        self._closing, self._text, self._is_space_due = "", Until(_OPENING), True
+        self._closing, self._text = "", Until(_OPENING, drops_space=True)
         return stripped.removeprefix(_CLOSING)

@@ -58,7 +58,6 @@ class MistralParser:
         self._new_id = make_id
         self._num_calls = 0
         self._text: Until | None = Until(_TAG)
-        self._is_space_due = False
         self._begun = ""
         """What stands between the tag and the first bracket."""
         self._calls: CallsReader | None = None
@@ -89,9 +88,6 @@ class MistralParser:
         return Parsed(_TAG + self._begun if self._text is None else self._text.finish())
 
     def _say(self, until: Until, text: str) -> tuple[str, Parsed]:
-        if self._is_space_due:
-            text = text.lstrip()
-            self._is_space_due = not text
         passed = until.push(text)
         if until.rest is None:
             return "", Parsed(passed)
@@ -136,4 +132,4 @@ class MistralParser:
         return "", Parsed(calls=(CallPiece(self._num_calls, text),))
 
     def _end_of_calls(self, is_text_next: bool) -> None:
-        self._text, self._is_space_due = Until(_TAG), not is_text_next
+        self._text = Until(_TAG, drops_space=not is_text_next)

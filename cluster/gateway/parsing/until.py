@@ -4,11 +4,12 @@
 class Until:
     """Lets text through up to a marker, and holds back only what may be its beginning, or white space before it.
 
-    White space right before the marker is dropped with it.
+    White space right before the marker is dropped with it, and at the beginning where `drops_space` says so.
     """
 
-    def __init__(self, marker: str) -> None:
+    def __init__(self, marker: str, *, drops_space: bool = False) -> None:
         self._marker = marker
+        self._drops_space = drops_space
         self._held = ""
         self.rest: str | None = None
         """What followed the marker in the piece that completed it; None: it has not been found."""
@@ -16,6 +17,9 @@ class Until:
     def push(self, text: str) -> str:
         """Take text and return what comes before any marker; nothing may be pushed once it is found."""
         assert self.rest is None
+        if self._drops_space:
+            text = text.lstrip()
+            self._drops_space = not text
         text = self._held + text
         start = text.find(self._marker)
         if start >= 0:
