@@ -43,9 +43,9 @@ def contenders(folder: Path) -> list[Contender]:
     """Return all of them, ours first."""
     models, model = models_of(folder), str(folder)
     return [
-        Contender("baton q4", None, 4, "baton", (model, "{threads}", "q4", "int16")),
-        Contender("baton q4, int8 activations", None, 4, "baton", (model, "{threads}", "q4", "int8")),
-        Contender("baton w8", None, 8, "baton", (model, "{threads}", "w8", "int16")),
+        Contender("baton q4", None, 4, "baton", (model, "{threads}", "q4", "int16", "auto")),
+        Contender("baton q4, int8 activations and KV", None, 4, "baton", (model, "{threads}", "q4", "int8", "int8")),
+        Contender("baton w8", None, 8, "baton", (model, "{threads}", "w8", "int16", "auto")),
         Contender("llama.cpp Q4_0", "llama-cpp", 4, "llama", (str(models.q4_0), "{threads}")),
         Contender("llama.cpp Q8_0", "llama-cpp", 8, "llama", (str(models.q8_0), "{threads}")),
         Contender("OpenVINO int4", "openvino", 4, "openvino", (str(models.int4), "{threads}")),

@@ -1,6 +1,6 @@
 """Our engine behind the benchmark's interface: the whole step of a worker, with batch building and sampling.
 
-`python -m tools.peers.baton MODEL_DIR THREADS WEIGHTS ACTIVATIONS`.
+`python -m tools.peers.baton MODEL_DIR THREADS WEIGHTS ACTIVATIONS KV_DTYPE`.
 """
 
 import gc
@@ -65,9 +65,15 @@ class BatonEngine:
 
 def load(arguments: list[str]) -> TimedEngine:
     """Load the model that the command line names."""
-    folder, threads, weights, activations = arguments
+    folder, threads, weights, activations, kv_dtype = arguments
     config = EngineConfig.model_validate(
-        {"threads": int(threads), "weights": weights, "activations": activations, "pool_mib": _POOL_MIB}
+        {
+            "threads": int(threads),
+            "weights": weights,
+            "activations": activations,
+            "kv_dtype": kv_dtype,
+            "pool_mib": _POOL_MIB,
+        }
     )
     engine = BatonEngine(Engine.load(Path(folder), config, "bench"))
     gc.freeze()  # as a worker's process does once it is up
