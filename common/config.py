@@ -28,9 +28,9 @@ class ModelConfig(Node):
 class EngineConfig(Node):
     """One model in one process."""
 
-    backend: Literal["auto", "reference", "cpu"] = "auto"
+    backend: Literal["auto", "reference", "cpu", "cuda"] = "auto"
     """Forward pass; `auto` takes the fastest that this machine and the model allow."""
-    weights: Literal["auto", "fp32", "w8", "q4"] = "auto"
+    weights: Literal["auto", "fp32", "bf16", "fp16", "w8", "q4"] = "auto"
     """Weight format; a format that the backend lacks is refused."""
     activations: Literal["int16", "int8"] = "int16"
     """What activations are rounded to in front of 4-bit weights (backend `cpu`): int8 prefills 1.5 times as fast on one
@@ -45,8 +45,9 @@ class EngineConfig(Node):
     pool_blocks: Positive | None = None
     """Blocks in the pool; overrides pool_mib."""
     pool_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Part of the memory that is free at start (on the machine, and within the limits of its control groups) which one
-    worker's pool may take; two workers on one host take it twice. At most 64 full context windows."""
+    """Part of the memory that is free at start (on the machine, and within the limits of its control groups; with
+    backend `cuda`, on the GPU behind the weights) which one worker's pool may take; two workers take it twice. At most
+    64 full context windows."""
     threads: Count = 1
     """Compute threads of one worker; 0: all cores."""
     context_tokens: Positive | None = None

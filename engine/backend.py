@@ -12,16 +12,17 @@ from common.errors import ConfigError
 from common.logs import log
 from engine.batch import Batch
 from engine.checkpoint import ModelFileError
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVMemory
 from engine.step import LayerWatch
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = {
+    "cuda": "engine.cuda.backend:CudaBackend",
     "cpu": "engine.cpu.backend:CpuBackend",
     "reference": "engine.reference:ReferenceBackend",
 }
-"""Fastest first: `auto` takes the first that can serve the model on this machine."""
+"""Fastest first: `auto` takes the first that can serve the model on this machine (`cuda` where torch sees a GPU)."""
 
 
 class BackendFacts(NamedTuple):
@@ -35,6 +36,8 @@ class BackendFacts(NamedTuple):
     eos_token_ids: frozenset[int]
     kv_dtypes: tuple[str, ...]
     weights: str
+    device: str = "cpu"
+    """Where the pool has to be, in torch's words."""
     has_own_threads: bool = False
     """Its kernels do not use torch's threads. Those then stay idle: OpenMP's spin on for a while after their work."""
 
@@ -61,7 +64,7 @@ class Backend(Protocol):
         """
         ...
 
-    def attach(self, kv: KVCache) -> None:
+    def attach(self, kv: KVMemory) -> None:
         """Remember the pool that `forward` writes to. Called once, before the first forward."""
         ...
 
@@ -87,7 +90,8 @@ def load_backend(model_dir: Path, config: EngineConfig) -> tuple[str, Backend]:
         ModelFileError: a file of the model is damaged; the message names it, and the tensor if there is one.
         ConfigError: the backend asked for cannot serve the model; with `auto`: none can. The message has the reasons.
     """
-    names = list(BACKENDS) if config.backend == "auto" else [config.backend]
+    fastest = [name for name in BACKENDS if name != "cuda" or torch.cuda.is_available()]
+    names = fastest if config.backend == "auto" else [config.backend]
     refusals = []
     for name in names:
         try:

@@ -17,7 +17,7 @@ from common.logs import log
 from engine.backend import Backend
 from engine.batch import make_batch
 from engine.codec_bound import CodecBound
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVMemory
 from engine.quality import load_text
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -58,7 +58,7 @@ class Copied(NamedTuple):
 class Scorer:
     """A backend and a pool that nobody else uses, as long as it measures."""
 
-    def __init__(self, backend: Backend, kv: KVCache, window_tokens: int) -> None:
+    def __init__(self, backend: Backend, kv: KVMemory, window_tokens: int) -> None:
         self._backend = backend
         self._kv = kv
         self._window_tokens = window_tokens

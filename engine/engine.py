@@ -14,7 +14,7 @@ from common.errors import InvalidRequestError
 from engine.block_pool import BlockPool
 from engine.codec_bound import CodecBound
 from engine.grammar import Grammars
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVMemory
 from engine.placement import Placement
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -49,7 +49,7 @@ class Engine:
     the loop's compute thread; meanwhile the loop must leave the scheduled sequences and their blocks alone.
     """
 
-    def __init__(self, runner: Runner, kv: KVCache, facts: Limits, grammars: Grammars | None = None) -> None:
+    def __init__(self, runner: Runner, kv: KVMemory, facts: Limits, grammars: Grammars | None = None) -> None:
         self.kv = kv
         self.layout: BlockLayout = kv.layout
         self.pool = BlockPool(kv.num_blocks)

@@ -3,12 +3,12 @@
 import contextlib
 import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import ConfigError
-from engine.free_memory import free_memory_bytes
 from kvtransfer.device import Device
 from kvtransfer.layout import BlockLayout
+from kvtransfer.store import BlockStore
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,33 @@ WINDOWS_MAX = 64
 """Most context windows in a pool that nobody gave a size: a tiny model's would have millions of blocks."""
 
 
+class KVMemory(BlockStore, Protocol):
+    """The bytes of a pool as an engine sees them, wherever they lie."""
+
+    def tensor(self) -> "torch.Tensor":
+        """Return the pool as `[num_blocks, L, 2, block_tokens, H, D]`, sharing memory; not for scaled types."""
+        ...
+
+    def raw(self) -> "torch.Tensor":
+        """Return the pool as bytes, `[num_blocks, block_bytes]`, sharing memory."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back, or leave it to the last view that is dropped. Idempotent."""
+        ...
+
+
+def elements(raw: "torch.Tensor", layout: BlockLayout) -> "torch.Tensor":
+    """Return a pool's bytes, `[num_blocks, block_bytes]`, as `KVMemory.tensor` has them."""
+    import torch
+
+    assert layout.scale_bytes == 0, f"a pool of {layout.dtype} is no plain array"
+    shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+    return raw.view(getattr(torch, layout.dtype)).view(raw.shape[0], *shape)
+
+
 class KVCache:
-    """Memory of all blocks: `[block][layer][K,V][token][kv head][head dim]`. Implements kvtransfer's BlockStore.
+    """All blocks in host memory: `[block][layer][K,V][token][kv head][head dim]`. Implements `KVMemory`.
 
     Which block is free or used is the BlockPool's knowledge. The memory is sparse until it is written to. Owned by one
     worker; the compute thread and transfers touch disjoint blocks.
@@ -66,12 +91,7 @@ class KVCache:
 
         The view keeps the mapping alive: drop it before `close`, or the memory stays until it is dropped.
         """
-        import torch
-
-        layout = self.layout
-        assert layout.scale_bytes == 0, f"a pool of {layout.dtype} is no plain array"
-        shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
-        return self.raw().view(getattr(torch, layout.dtype)).view(self.num_blocks, *shape)
+        return elements(self.raw(), self.layout)
 
     def raw(self) -> "torch.Tensor":
         """Return the pool as bytes, `[num_blocks, block_bytes]`, sharing memory; see `tensor`."""
@@ -93,13 +113,12 @@ class KVCache:
             self._map.close()
 
 
-def blocks_of_free_memory(layout: BlockLayout, share: float, context_tokens: int) -> int:
-    """Return how many blocks a pool has that nobody gave a size: a share of what is free, at most 64 windows.
+def blocks_of_free_memory(layout: BlockLayout, share: float, context_tokens: int, free: int) -> int:
+    """Return how many blocks a pool has that nobody gave a size: a share of the `free` bytes, at most 64 windows.
 
     Raises:
-        ConfigError: the share holds no block, or the machine does not say what is free.
+        ConfigError: the share holds no block.
     """
-    free = free_memory_bytes()
     num_blocks = min(int(free * share) // layout.block_bytes, WINDOWS_MAX * -(-context_tokens // layout.block_tokens))
     if num_blocks == 0:
         raise ConfigError(

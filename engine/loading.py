@@ -1,6 +1,8 @@
 """Config -> a loaded backend, a pool in the layout it wants, and the runner that ties them."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +12,9 @@ from common.logs import log
 from engine.backend import Backend, BackendFacts, load_backend
 from engine.codec_bound import CodecBound
 from engine.codec_quality import Scorer, prose, require_fidelity
+from engine.free_memory import free_memory_bytes
 from engine.grammar import Grammars
-from engine.kv_cache import KVCache, blocks_of_free_memory, blocks_within
+from engine.kv_cache import KVCache, KVMemory, blocks_of_free_memory, blocks_within
 from engine.model_runner import ModelRunner
 from engine.step import Limits
 from kvtransfer.layout import BlockLayout
@@ -24,7 +27,7 @@ class Parts(NamedTuple):
 
     name: str
     backend: Backend
-    kv: KVCache
+    kv: KVMemory
     context_tokens: int
 
 
@@ -32,7 +35,7 @@ class Loaded(NamedTuple):
     """The parts of an Engine, in the order of its arguments."""
 
     runner: ModelRunner
-    kv: KVCache
+    kv: KVMemory
     limits: Limits
     grammars: Grammars | None
 
@@ -51,7 +54,7 @@ def load_parts(model_dir: Path, config: EngineConfig, model_id: str) -> Parts:
             facts.num_kv_heads,
             facts.head_dim,
         )
-        kv = KVCache(layout, _pool_blocks(layout, config, context_tokens))
+        kv = _pool(layout, facts.device, config, context_tokens)
         backend.attach(kv)
     except BaseException:
         backend.close()
@@ -87,12 +90,21 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str, bound: Cod
     return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids), grammars)
 
 
-def _pool_blocks(layout: BlockLayout, config: EngineConfig, context_tokens: int) -> int:
+def _pool(layout: BlockLayout, device: str, config: EngineConfig, context_tokens: int) -> KVMemory:
+    """Make the pool where the backend computes, in the size that the config asks for."""
+    if device == "cpu":
+        return KVCache(layout, _pool_blocks(layout, config, context_tokens, free_memory_bytes))
+    from engine.cuda.pool import DevicePool, free_device_bytes
+
+    return DevicePool(layout, _pool_blocks(layout, config, context_tokens, partial(free_device_bytes, device)), device)
+
+
+def _pool_blocks(layout: BlockLayout, config: EngineConfig, context_tokens: int, free_bytes: Callable[[], int]) -> int:
     if config.pool_blocks is not None:
         return config.pool_blocks
     if config.pool_mib is not None:
         return blocks_within(layout, config.pool_mib)
-    return blocks_of_free_memory(layout, config.pool_share, context_tokens)
+    return blocks_of_free_memory(layout, config.pool_share, context_tokens, free_bytes())
 
 
 def _context_tokens(facts: BackendFacts, config: EngineConfig) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from engine.backend import Backend
 from engine.batch import make_batch
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVMemory
 from engine.sampler import Sampler
 from engine.step import LayerWatch, ScheduledChunk, TokenOutput
 
@@ -16,7 +16,7 @@ from engine.step import LayerWatch, ScheduledChunk, TokenOutput
 class ModelRunner:
     """Implements engine.engine.Runner over a backend. Called from the loop's compute thread only."""
 
-    def __init__(self, name: str, backend: Backend, kv: KVCache, threads: int) -> None:
+    def __init__(self, name: str, backend: Backend, kv: KVMemory, threads: int) -> None:
         """Tie a loaded backend to its pool.
 
         Args:

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from engine.attention.paged import AttentionPlan, PagedPool, paged_attention
 from engine.backend import BackendFacts
 from engine.batch import Batch
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVMemory
 from engine.step import LayerWatch
 from engine.weights import load_model
 
@@ -52,27 +52,33 @@ def _attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
+def facts_of(model: Any, kv_dtypes: tuple[str, ...], weights: str, device: str = "cpu") -> BackendFacts:
+    """Return what is true of a Hugging Face model that a backend runs."""
+    config = model.config
+    heads = config.num_attention_heads
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = config.eos_token_id
+    return BackendFacts(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_tokens=config.vocab_size,
+        context_tokens=config.max_position_embeddings,
+        eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        kv_dtypes=kv_dtypes,
+        weights=weights,
+        device=device,
+    )
+
+
 class ReferenceBackend:
     """Implements engine.backend.Backend for every supported family. Slow to decode, right by construction."""
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model
         self._pool: PagedPool | None = None
-        config = model.config
-        heads = config.num_attention_heads
-        eos = model.generation_config.eos_token_id
-        if eos is None:
-            eos = config.eos_token_id
-        self.facts = BackendFacts(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab_tokens=config.vocab_size,
-            context_tokens=config.max_position_embeddings,
-            eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
-            kv_dtypes=KV_DTYPES,
-            weights="fp32",
-        )
+        self.facts = facts_of(model, KV_DTYPES, "fp32")
 
     @classmethod
     def load(cls, model_dir: Path, config: EngineConfig) -> Self:
@@ -81,7 +87,7 @@ class ReferenceBackend:
             raise ConfigError(f"engine.weights={config.weights} is not available here, only fp32")
         return cls(load_model(model_dir, ATTENTION_NAME))
 
-    def attach(self, kv: KVCache) -> None:
+    def attach(self, kv: KVMemory) -> None:
         """Remember the pool."""
         self._pool = PagedPool(kv)
 
@@ -94,7 +100,7 @@ class ReferenceBackend:
             position_ids=batch.positions[None],
             use_cache=False,
             logits_to_keep=batch.logit_rows,
-            baton_plan=AttentionPlan(batch, self._pool),
+            baton_plan=AttentionPlan.of(batch, self._pool),
             baton_watch=watch,
         )
         return output.logits[0].float()  # type: ignore[no-any-return]  # transformers is untyped here

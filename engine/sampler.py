@@ -60,11 +60,15 @@ class Sampler:
             params = sequence.sampling
             if params.logit_bias:
                 ids = list(params.logit_bias)
-                logits[row, ids] += torch.tensor([params.logit_bias[token_id] for token_id in ids])
+                logits[row, ids] += torch.tensor(
+                    [params.logit_bias[token_id] for token_id in ids], device=logits.device
+                )
             if sequence.num_output_tokens < params.min_tokens:
                 stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
                 # Not -inf: with every token suppressed there would be nothing to choose from.
-                logits[row, torch.tensor(list(stops), dtype=torch.long)] = torch.finfo(logits.dtype).min
+                logits[row, torch.tensor(list(stops), dtype=torch.long, device=logits.device)] = torch.finfo(
+                    logits.dtype
+                ).min
             if params.has_penalties:
                 _penalize(logits[row], sequence)
 
@@ -87,13 +91,13 @@ def _penalize(logits: torch.Tensor, sequence: Sequence) -> None:
     """
     params = sequence.sampling
     if params.repetition_penalty != 1.0:
-        seen = torch.unique(torch.tensor(sequence.token_ids))
+        seen = torch.unique(torch.tensor(sequence.token_ids, device=logits.device))
         scores = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
     output = sequence.token_ids[sequence.num_prompt_tokens :]
     if output and (params.presence_penalty or params.frequency_penalty):
-        made, counts = torch.unique(torch.tensor(output), return_counts=True)
+        made, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
         logits[made] -= params.presence_penalty + params.frequency_penalty * counts
 
 
@@ -108,14 +112,14 @@ def draw(logits: torch.Tensor, rules: Seq[SamplingParams], uniforms: Seq[float])
     Returns:
         [R] i64.
     """
-    temperature = torch.tensor([params.temperature for params in rules])[:, None]
+    temperature = torch.tensor([params.temperature for params in rules], device=logits.device)[:, None]
     # The largest becomes 0 first, so that a tiny temperature cannot overflow.
     scores = (logits - logits.amax(-1, keepdim=True)) / temperature
     scores = keep_likely(scores, rules)
     # In fp64: over a large vocabulary an fp32 running sum loses the unlikely tokens.
     cumulative = scores.double().softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
-    target = torch.tensor(uniforms, dtype=torch.float64)[:, None] * total
+    target = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * total
     target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
@@ -133,15 +137,16 @@ def keep_likely(scores: torch.Tensor, rules: Seq[SamplingParams]) -> torch.Tenso
     vocab_tokens = scores.shape[1]
     if any(params.min_p > 0 for params in rules):
         # p >= min_p * p_max, and log p_max is 0 here up to a constant of the row.
-        floor = torch.tensor([params.min_p for params in rules]).log()[:, None]
+        floor = torch.tensor([params.min_p for params in rules], device=scores.device).log()[:, None]
         scores = scores.masked_fill(scores < floor, -torch.inf)
     if any(0 < params.top_k < vocab_tokens for params in rules):
-        counts = torch.tensor([min(params.top_k, vocab_tokens) or vocab_tokens for params in rules])[:, None]
+        kept = [min(params.top_k, vocab_tokens) or vocab_tokens for params in rules]
+        counts = torch.tensor(kept, device=scores.device)[:, None]
         limited = torch.where(counts < vocab_tokens, counts, 1)
-        kth = scores.topk(int(limited.max()), -1).values.gather(-1, limited - 1)
+        kth = scores.topk(max(count for count in kept if count < vocab_tokens), -1).values.gather(-1, limited - 1)
         scores = scores.masked_fill((scores < kth) & (counts < vocab_tokens), -torch.inf)
     if any(params.top_p < 1 for params in rules):
-        top_p = torch.tensor([params.top_p for params in rules])[:, None]
+        top_p = torch.tensor([params.top_p for params in rules], device=scores.device)[:, None]
         scores = scores.masked_fill(scores < _nucleus_floor(scores, top_p), -torch.inf)
     return scores
 

@@ -21,12 +21,13 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 _NAMES_SHOWN = 3
 
 
-def load_model(path: Path, attention: str | None = None) -> Any:
-    """Load a causal language model in fp32, on the CPU, in evaluation mode.
+def load_model(path: Path, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a causal language model on the CPU, in evaluation mode.
 
     Args:
         path: folder or `.gguf` file.
         attention: name of a registered attention function; None: the family's own default.
+        dtype: of the weights.
 
     Returns:
         A transformers PreTrainedModel.
@@ -37,7 +38,7 @@ def load_model(path: Path, attention: str | None = None) -> Any:
     transformers.utils.logging.disable_progress_bar()
     # Its warnings are about what `_check_report` makes an error of.
     transformers.utils.logging.set_verbosity_error()
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if attention is not None:
         options["attn_implementation"] = attention
     if path.suffix == ".gguf":

@@ -6,12 +6,13 @@ together, padded to the longest.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.batch import Batch, Segment
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVMemory
 
 
 class PagedPool:
@@ -21,7 +22,7 @@ class PagedPool:
     demo model's 768 bytes, one thread).
     """
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: KVMemory) -> None:
         layout = kv.layout
         self.block_tokens = layout.block_tokens
         self.num_kv_heads, self.head_dim = layout.num_kv_heads, layout.head_dim
@@ -39,13 +40,13 @@ class PagedPool:
         self.rows.index_copy_(0, first, key.flatten(1).to(self.rows.dtype))
         self.rows.index_copy_(0, first + self.block_tokens, value.flatten(1).to(self.rows.dtype))
 
-    def read(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V, each [*rows.shape, H, D] fp32, of layer `layer` at `rows`."""
+    def read(self, layer: int, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V, each [*rows.shape, H, D] of `dtype`, of layer `layer` at `rows`."""
         first = (rows + layer * self._layer_rows).flatten()
         shape = (*rows.shape, self.num_kv_heads, self.head_dim)
         key = self.rows.index_select(0, first).view(shape)
         value = self.rows.index_select(0, first + self.block_tokens).view(shape)
-        return key.float(), value.float()
+        return key.to(dtype), value.to(dtype)
 
 
 @dataclass(slots=True)
@@ -57,55 +58,61 @@ class Group:
         keys: [b, n] i64, pool rows of the tokens they may see; padded with the sequence's own first token, which is
             masked and, unlike a foreign one, cannot bring in what is not finite.
         positions: [b, t] i64, of the rows.
-        lengths: [b] i64, valid keys.
     """
 
     rows: torch.Tensor
     keys: torch.Tensor
     positions: torch.Tensor
-    lengths: torch.Tensor
     is_plain_causal: bool
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Return [b, 1, t, n] fp32: 0 where a row may look, -inf elsewhere. Made once for each window and step."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return [b, 1, t, n]: 0 where a row may look, -inf elsewhere. Made once for each window and step."""
         if window not in self._masks:
-            place = torch.arange(self.keys.shape[1])
+            place = torch.arange(self.keys.shape[1], device=self.keys.device)
             seen = place <= self.positions[..., None]  # [b, t, n]
             if window is not None:
                 seen &= place > self.positions[..., None] - window
             # Padding lies beyond every row's position, so causality hides it too.
-            self._masks[window] = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]
+            self._masks[window] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]
         return self._masks[window]
 
 
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of one step share: rows to write, and groups with their keys and masks."""
+    """What all layers of one step share: pool rows to write, [T] i64, and groups with their keys and masks."""
 
-    def __init__(self, batch: Batch, pool: PagedPool) -> None:
-        self.pool = pool
-        self.write_rows = pool.row_of(batch.slots)
-        self.groups: list[Group] = []
+    pool: PagedPool
+    write_rows: torch.Tensor
+    groups: list[Group]
+
+    @classmethod
+    def of(cls, batch: Batch, pool: PagedPool) -> Self:
+        """Plan for any batch, on the CPU, and bring the plan to where the pool is."""
+        groups: list[Group] = []
         singles: dict[int, list[int]] = defaultdict(list)
         for index, segment in enumerate(batch.segments):
             if segment.num_rows == 1:
                 # By the power of two above the length: at most half of the gathered keys are padding.
                 singles[(segment.num_keys - 1).bit_length()].append(index)
             else:
-                self.groups.append(_group(batch, [index], pool))
-        self.groups += [_group(batch, indices, pool) for indices in singles.values()]
+                groups.append(_group(batch, [index], pool))
+        groups += [_group(batch, indices, pool) for indices in singles.values()]
+        return cls(pool, pool.row_of(batch.slots).to(pool.rows.device), groups)
 
 
 def _group(batch: Batch, indices: list[int], pool: PagedPool) -> Group:
     segments: list[Segment] = [batch.segments[index] for index in indices]
-    lengths = torch.tensor([segment.num_keys for segment in segments])
-    place = torch.arange(int(lengths.max())).expand(len(indices), -1)
-    place = place.where(place < lengths[:, None], 0)
+    lengths = [segment.num_keys for segment in segments]
+    place = torch.arange(max(lengths)).expand(len(indices), -1)
+    place = place.where(place < torch.tensor(lengths)[:, None], 0)
     blocks = batch.block_tables[torch.tensor(indices)].long().gather(1, place // pool.block_tokens)
     keys = pool.row_of(blocks * pool.block_tokens + place % pool.block_tokens)
     rows = torch.cat([torch.arange(s.first_row, s.first_row + s.num_rows) for s in segments])
     is_plain_causal = segments[0].num_context == 0 and segments[0].num_rows > 1
-    return Group(rows, keys, batch.positions[rows].view(len(indices), -1), lengths, is_plain_causal)
+    device = pool.rows.device
+    positions = batch.positions[rows].view(len(indices), -1)
+    return Group(rows.to(device), keys.to(device), positions.to(device), is_plain_causal)
 
 
 def paged_attention(
@@ -123,7 +130,7 @@ def paged_attention(
     Args:
         plan: of this step.
         layer: index.
-        query: [T, Hq, D] fp32; Hq is a multiple of the pool's H.
+        query: [T, Hq, D], of any float type; Hq is a multiple of the pool's H.
         key: [T, H, D].
         value: [T, H, D].
         scaling: factor of the scores.
@@ -131,12 +138,12 @@ def paged_attention(
         softcap: scores are squeezed to (-softcap, softcap); None: not.
 
     Returns:
-        [T, Hq, D] fp32.
+        [T, Hq, D], as `query`.
     """
     plan.pool.write(layer, plan.write_rows, key, value)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in plan.groups:
-        keys, values = plan.pool.read(layer, group.keys)  # [b, n, H, D]
+        keys, values = plan.pool.read(layer, group.keys, query.dtype)  # [b, n, H, D]
         b, n, heads, dim = keys.shape
         in_reach = None if window is None or n <= window else window
         # [b, t, H, G, D] -> [b, H, G * t, D]: the query heads of one KV head are rows that share its keys.
@@ -158,7 +165,8 @@ def _attend(
 ) -> torch.Tensor:
     """[b, t, H, G, D] queries on [b, n, H, D] keys -> [b, t, H, G, D]; t or b is 1. Keys are never copied."""
     t, per_head = query.shape[1], query.shape[3]
-    mask: torch.Tensor | None = group.mask(window) if not group.is_plain_causal or window or softcap else None
+    needs_mask = not group.is_plain_causal or window or softcap
+    mask: torch.Tensor | None = group.mask(window, query.dtype) if needs_mask else None
     if t == 1:
         # The query heads of one KV head become rows.
         asked, keys, values = query[:, 0], key.transpose(1, 2), value.transpose(1, 2)  # [b, H, G or n, D]

@@ -28,7 +28,7 @@ from engine.cpu.native import (
 )
 from engine.cpu.packing import padded
 from engine.cpu.weights import PackedWeights, has_quantised_source
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVMemory
 from engine.step import LayerWatch
 from kvtransfer.layout import BlockLayout
 
@@ -102,6 +102,8 @@ class CpuBackend:
         name = config.weights
         if name == "auto":
             name = "q4" if has_quantised_source(model_dir) else "w8"
+        if name not in _FORMATS:
+            raise ConfigError(f"engine.weights={name} is not available here, only {', '.join(_FORMATS)}")
         cores = usable_cores()
         threads = min(config.threads or cores, cores)
         weights = PackedWeights.open(model_dir, architecture, _FORMATS[name])
@@ -114,7 +116,7 @@ class CpuBackend:
         log(logger, logging.INFO, "kernels ready", isa=backend.isa, weights=name, threads=threads)
         return backend
 
-    def attach(self, kv: KVCache) -> None:
+    def attach(self, kv: KVMemory) -> None:
         """Remember the pool; see engine.backend.Backend."""
         self._pool = kv.raw()
         self._layout = kv.layout

@@ -19,20 +19,24 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import LayerWatch, ScheduledChunk
 from engine.tiny import FAMILIES
+from tests.engine.cuda.on_cpu import engine_on_cpu
 
 BLOCK_TOKENS = 4
 NUM_NEW = 12
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
-@pytest.fixture
-def load(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
+@pytest.fixture(params=["reference", "cuda on the cpu"])
+def load(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     """Return a function that loads a tiny model; at the end every block must be free or kept."""
     engines: list[Engine] = []
 
     def make(family: str = "llama", **settings: Any) -> Engine:
-        settings = {"backend": "reference", "block_tokens": BLOCK_TOKENS, "pool_blocks": 128, **settings}
-        engines.append(Engine.load(tiny_model(family), EngineConfig(**settings), family))
+        config = EngineConfig(**{"backend": "reference", "block_tokens": BLOCK_TOKENS, "pool_blocks": 128, **settings})
+        if request.param == "reference" or not {"kv_dtype", "pool_blocks"}.issuperset(settings):
+            engines.append(Engine.load(tiny_model(family), config, family))
+        else:
+            engines.append(engine_on_cpu(tiny_model(family), family, config))
         return engines[-1]
 
     yield make

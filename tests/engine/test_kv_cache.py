@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from engine.free_memory import free_memory_bytes
 from engine.kv_cache import WINDOWS_MAX, KVCache, blocks_of_free_memory, blocks_within
 from kvtransfer.layout import BlockLayout
 
@@ -111,10 +112,10 @@ def test_a_pool_that_holds_no_block_is_refused_with_both_sizes() -> None:
 def test_a_pool_without_a_size_takes_its_share_of_what_is_free_but_no_more_than_it_can_use() -> None:
     layout = _layout(block_tokens=16, num_layers=64, heads=8, head_dim=128)
 
-    num_blocks = blocks_of_free_memory(layout, 0.1, 1 << 40)
+    num_blocks = blocks_of_free_memory(layout, 0.1, 1 << 40, free_memory_bytes())
 
     assert num_blocks * layout.block_bytes <= 0.1 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert num_blocks > 0
-    assert blocks_of_free_memory(_layout(block_tokens=16), 1.0, 100) == WINDOWS_MAX * 7
+    assert blocks_of_free_memory(_layout(block_tokens=16), 1.0, 100, free_memory_bytes()) == WINDOWS_MAX * 7
     with pytest.raises(ConfigError, match=r"pool_share=1e-12 holds no block"):
-        blocks_of_free_memory(layout, 1e-12, 1 << 40)
+        blocks_of_free_memory(layout, 1e-12, 1 << 40, free_memory_bytes())

@@ -1,0 +1,1 @@
+"""The forward pass and the pool on an NVIDIA GPU."""
