@@ -2,14 +2,16 @@
 
 All engines of one thread count are loaded, then measured in turn, case by case, for some rounds; a round's ratio
 compares figures that were taken within seconds of each other. A goal counts as met when the worst round meets it. Each
-figure comes with what other processes used of the cores meanwhile; above 5 % it counts as disturbed.
+figure comes with what other processes used of the cores meanwhile; above 5 % it counts as disturbed. Our decode steps
+of one sequence are also compared with the time that merely reading the weights takes, measured right after them.
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +20,14 @@ from loadtest.bench.common import BenchRow, Repeated, publish
 from loadtest.bench.contenders import Contender, ContenderError, RunningEngine, contenders
 from loadtest.bench.peers import is_installed
 from loadtest.bench.quiet import QUIET_BELOW, CpuUse
+from loadtest.bench.read_rate import read_seconds
 
 CONTEXT_TOKENS = 512
 ROUNDS_MIN = 3
+LIMITED_CASE = "decode b1"
+"""What reads all weights for one token."""
+READ_SHARE_GOAL = 0.85
+"""Of the time that reading the weights takes over that of a step, on one thread."""
 
 
 class Case(NamedTuple):
@@ -59,6 +66,8 @@ class Sample(NamedTuple):
     tokens_per_s: float
     others: float
     """Share of the cores that other processes used meanwhile."""
+    read_s: float | None = None
+    """Seconds to read the engine's weights once, right after; None: not measured."""
 
 
 Samples = dict[tuple[str, str], list[Sample]]
@@ -66,7 +75,11 @@ Samples = dict[tuple[str, str], list[Sample]]
 
 
 def measure(
-    engines: Mapping[str, RunningEngine], cases: Sequence[Case], rounds: int, failures: dict[str, str]
+    engines: Mapping[str, RunningEngine],
+    cases: Sequence[Case],
+    rounds: int,
+    failures: dict[str, str],
+    read_s: Mapping[str, Callable[[], float]] | None = None,
 ) -> Samples:
     """Run all rounds.
 
@@ -75,6 +88,7 @@ def measure(
         cases: what to measure.
         rounds: how often.
         failures: gets the reason of each engine that fails; it is left out from then on.
+        read_s: by engine, what measures the seconds to read its weights once.
     """
     samples: Samples = {}
     seeds = itertools.count(1)
@@ -93,6 +107,8 @@ def measure(
                 except ContenderError as error:
                     failures[name] = f"{case.name}: {error.message}"
                     continue
+                if case.name == LIMITED_CASE and read_s is not None and name in read_s:
+                    sample = sample._replace(read_s=read_s[name]())
                 samples.setdefault((name, case.name), []).append(sample)
         sys.stderr.write(f"round {round_ + 1} of {rounds}\n")
     return samples
@@ -119,6 +135,8 @@ def rows_of(
         rivals = [p for p in peers if (p.name, case.name) in samples and (mine.bits == 4 or p.bits == 8)]
         beside: list[Contender | None] = [*rivals] or [None]
         if row := _ratio_row(samples, case, mine, rivals, threads):
+            ratios.append(row)
+        if row := _read_row(samples, case, mine, threads):
             ratios.append(row)
         figures += [_figure_row(samples, case, mine, rival, threads) for rival in beside]
     ratios.sort(key=lambda row: row.goal is None)
@@ -150,6 +168,19 @@ def _ratio_row(
     return BenchRow(name, min(ratios), "x", True, goal=goal, spread=Repeated.of(ratios).spread, note=note)
 
 
+def _read_row(samples: Samples, case: Case, mine: Contender, threads: int) -> BenchRow | None:
+    own = [sample for sample in samples[mine.name, case.name] if sample.read_s is not None]
+    if not own:
+        return None
+    shares = [(sample.read_s or 0.0) * sample.tokens_per_s for sample in own]
+    reads = ", ".join(f"{(sample.read_s or 0.0) * 1e3:.2f}" for sample in own)
+    note = f"rounds {', '.join(f'{share:.2f}' for share in shares)}; reading the weights took {reads} ms"
+    note += f"; others used up to {max(sample.others for sample in own):.0%} of the cores"
+    goal = READ_SHARE_GOAL if threads == 1 and len(shares) >= ROUNDS_MIN else None
+    name = f"{case.name}, {threads} threads, {mine.name}: share of the weight-read limit, worst round"
+    return BenchRow(name, min(shares), "of 1", True, goal=goal, spread=Repeated.of(shares).spread, note=note)
+
+
 def _figure_row(samples: Samples, case: Case, mine: Contender, rival: Contender | None, threads: int) -> BenchRow:
     own = Repeated.of([s.tokens_per_s for s in samples[mine.name, case.name]])
     peer = Repeated.of([s.tokens_per_s for s in samples[rival.name, case.name]]) if rival else None
@@ -165,7 +196,22 @@ def _figure_row(samples: Samples, case: Case, mine: Contender, rival: Contender 
     )
 
 
-def _measure_threads(chosen: Sequence[Contender], cases: Sequence[Case], rounds: int, threads: int) -> list[BenchRow]:
+def _reads(folder: Path, chosen: Sequence[Contender], threads: int) -> dict[str, Callable[[], float]]:
+    """Return what measures the reading of each of our weight formats, by contender; all of a tied model is read."""
+    reads: dict[str, Callable[[], float]] = {}
+    for contender in chosen:
+        if contender.peer is None:
+            packed = sorted(
+                folder.glob(f".packed-{contender.arguments[2]}-*.bin"), key=lambda file: file.stat().st_mtime
+            )
+            if packed:
+                reads[contender.name] = functools.partial(read_seconds, packed[-1], threads)
+    return reads
+
+
+def _measure_threads(
+    folder: Path, chosen: Sequence[Contender], cases: Sequence[Case], rounds: int, threads: int
+) -> list[BenchRow]:
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         engines: dict[str, RunningEngine] = {}
@@ -178,7 +224,7 @@ def _measure_threads(chosen: Sequence[Contender], cases: Sequence[Case], rounds:
                 engines[contender.name] = engine
             except ContenderError as error:
                 failures[contender.name] = error.message
-        samples = measure(engines, cases, rounds, failures)
+        samples = measure(engines, cases, rounds, failures, _reads(folder, chosen, threads))
     rows = rows_of(samples, chosen, cases, threads)
     for name, reason in failures.items():
         rows.append(BenchRow(f"{name}, {threads} threads", 0.0, "tok/s", True, None, name, note=f"failed: {reason}"))
@@ -197,7 +243,8 @@ def main() -> None:
     wanted = set(arguments.peers.split(",")) - {""}
     rows: list[BenchRow] = []
     chosen = []
-    for contender in contenders(arguments.model.expanduser()):
+    folder = arguments.model.expanduser()
+    for contender in contenders(folder):
         if contender.peer is None or contender.peer == "transformers" or is_installed(contender.peer):
             if contender.peer is None or contender.peer in wanted:
                 chosen.append(contender)
@@ -207,7 +254,7 @@ def main() -> None:
     cases = QUICK_CASES if arguments.quick else CASES
     counts = [2] if arguments.quick else [int(count) for count in arguments.threads.split(",")]
     for threads in counts:
-        rows = _measure_threads(chosen, cases, arguments.rounds, threads) + rows
+        rows = _measure_threads(folder, chosen, cases, arguments.rounds, threads) + rows
     publish("engine", rows)
 
 

@@ -1,6 +1,7 @@
 """The engine benchmark compares within a round, takes the best peer of each, and goes on without those that fail."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from loadtest.bench.contenders import Contender, ContenderError, RunningEngine
-from loadtest.bench.engine import CASES, QUICK_CASES, Sample, measure, rows_of
+from loadtest.bench.engine import CASES, QUICK_CASES, READ_SHARE_GOAL, Sample, measure, rows_of
 from loadtest.bench.quiet import CpuUse
+from loadtest.bench.read_rate import read_seconds
 
 DECODE, _, PREFILL = QUICK_CASES
 OURS = Contender("ours", None, 4, "baton", ())
@@ -69,6 +71,39 @@ def test_two_rounds_are_no_basis_for_a_goal_and_a_disturbance_is_told() -> None:
 
     assert ratio.goal is None
     assert "2 of 4 figures disturbed" in ratio.note
+
+
+def test_on_one_thread_the_worst_round_must_come_near_the_time_that_reading_the_weights_takes() -> None:
+    samples = {("ours", DECODE.name): [Sample(rate, 0.01, read_s=0.009) for rate in (100.0, 90.0, 95.0)]}
+
+    [share, figure] = rows_of(samples, [OURS], [DECODE], 1)
+    [share_on_two, _] = rows_of(samples, [OURS], [DECODE], 2)
+
+    assert share.ours == pytest.approx(0.81)
+    assert (share.goal, share.met) == (READ_SHARE_GOAL, False)
+    assert share_on_two.goal is None
+    assert figure.ours == 95
+
+
+def test_engines_of_ours_get_the_time_to_read_their_weights(stack: ExitStack) -> None:
+    engines = {"ours": driver(stack, "100"), "other": driver(stack, "100")}
+    for engine in engines.values():
+        engine.wait_ready()
+
+    samples = measure(engines, [DECODE, PREFILL], 2, {}, {"ours": lambda: 0.5})
+
+    assert [sample.read_s for sample in samples["ours", DECODE.name]] == [0.5, 0.5]
+    assert samples["ours", PREFILL.name][0].read_s is samples["other", DECODE.name][0].read_s is None
+
+
+def test_reading_more_takes_longer(tmp_path: Path) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.write_bytes(bytes(4096))
+    large.write_bytes(bytes(64 << 20))
+
+    assert 0 < read_seconds(small, 1) < read_seconds(large, 2)
 
 
 def test_every_goal_of_the_full_run_has_a_case() -> None:
