@@ -59,17 +59,21 @@ def write_report(run: RunFile, path: Path, title: str) -> None:
     _write(path, title, sections)
 
 
-def write_comparison(runs: Sequence[tuple[str, RunFile]], path: Path) -> None:
+def write_comparison(
+    runs: Sequence[tuple[str, RunFile]], path: Path, title: str | None = None, charts: Sequence[str] = ()
+) -> None:
     """Write the page that compares runs, all judged by the first one's SLO.
 
     Args:
         runs: named runs, at least one, at most eight.
         path: where to; missing folders are made.
+        title: heading; None: the names.
+        charts: further plots, shown before the others.
     """
     slo = runs[0][1].slo
     summaries = {name: summarize(run.records, slo) for name, run in runs}
     named = [(name, run.records) for name, run in runs]
-    charts = [*plots.latency_cdfs(named, slo), plots.attainment_by_scale(named, slo)]
+    charts = [*charts, *plots.latency_cdfs(named, slo), plots.attainment_by_scale(named, slo)]
     sections = [
         *(f"<p class=meta><b>{escape(name)}</b>: {_meta_line(run)}</p>" for name, run in runs),
         "<h2>Latency, milliseconds</h2>",
@@ -79,7 +83,7 @@ def write_comparison(runs: Sequence[tuple[str, RunFile]], path: Path) -> None:
         "<h2>Plots</h2>",
         _grid(charts),
     ]
-    _write(path, " against ".join(summaries), sections)
+    _write(path, title or " against ".join(summaries), sections)
 
 
 def _write(path: Path, title: str, sections: Sequence[str]) -> None:

