@@ -36,7 +36,7 @@ test-unit: install
 	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
 
 test-gpu: install
-	$(BIN)/python -m pytest -m gpu tests/gpu $(TEST_ARGS)
+	$(BIN)/python -m pytest -m gpu tests/gpu tests/kvtransfer tests/engine $(TEST_ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

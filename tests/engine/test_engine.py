@@ -19,25 +19,32 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import LayerWatch, ScheduledChunk
 from engine.tiny import FAMILIES
+from kvtransfer.memory import block_bytes_of
 from tests.engine.cuda.on_cpu import engine_on_cpu
+from tests.gpu.needs import require_gpu
 
 BLOCK_TOKENS = 4
 NUM_NEW = 12
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
-@pytest.fixture(params=["reference", "cuda on the cpu"])
+@pytest.fixture(params=["reference", "cuda on the cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def load(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     """Return a function that loads a tiny model; at the end every block must be free or kept."""
     engines: list[Engine] = []
 
     def make(family: str = "llama", **settings: Any) -> Engine:
-        config = EngineConfig(**{"backend": "reference", "block_tokens": BLOCK_TOKENS, "pool_blocks": 128, **settings})
-        if request.param == "reference" or not {"kv_dtype", "pool_blocks"}.issuperset(settings):
-            engines.append(Engine.load(tiny_model(family), config, family))
+        is_cuda = request.param != "reference" and {"kv_dtype", "pool_blocks"}.issuperset(settings)
+        base = {"backend": "cuda" if is_cuda else "reference", "weights": "fp32" if is_cuda else "auto"}
+        config = EngineConfig(**{**base, "block_tokens": BLOCK_TOKENS, "pool_blocks": 128, **settings})
+        if is_cuda and request.param == "cuda on the cpu":
+            engines.append(engine_on_cpu(tiny_model(family), family, config, is_in_device=True))
         else:
-            engines.append(engine_on_cpu(tiny_model(family), family, config))
+            engines.append(Engine.load(tiny_model(family), config, family))
         return engines[-1]
+
+    if request.param == "cuda":
+        require_gpu()
 
     yield make
     for engine in engines:
@@ -64,6 +71,11 @@ def generate(tiny_model: Callable[[str], Path]) -> Callable[[str, list[int]], li
         return tokens
 
     return continue_with
+
+
+def kv_bytes(engine: Engine, block_id: int) -> bytes:
+    with block_bytes_of(engine.kv, block_id) as block:
+        return bytes(block)
 
 
 def _prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -146,8 +158,7 @@ def test_layers_are_final_when_a_step_says_so(load: Callable[..., Engine], setti
     seen: list[tuple[int, list[bytes]]] = []
 
     def first_layers(num_layers: int) -> list[bytes]:
-        begins = [block * layout.block_bytes for block in blocks]
-        return [bytes(engine.kv.buffer[begin : begin + num_layers * layout.layer_bytes]) for begin in begins]
+        return [kv_bytes(engine, block)[: num_layers * layout.layer_bytes] for block in blocks]
 
     watch = LayerWatch((1, 2), lambda num_layers: seen.append((num_layers, first_layers(num_layers))))
     engine.step([ScheduledChunk(sequence, sequence.num_uncomputed) for sequence in sequences], watch)
@@ -168,9 +179,9 @@ def test_a_sequence_goes_on_in_another_engine_from_blocks_copied_there(
 
     decode.pool.allocate(5)
     moved = _start(decode, prompt)
-    size = decode.layout.block_bytes
     for mine, theirs in zip(moved.block_table[:3], source.block_table[:3], strict=True):
-        decode.kv.buffer[mine * size : (mine + 1) * size] = prefill.kv.buffer[theirs * size : (theirs + 1) * size]
+        with block_bytes_of(decode.kv, mine, is_written=True) as block:
+            block[:] = kv_bytes(prefill, theirs)
     decode.advance(moved, 10)
     moved.append(output.token_id, BLOCK_TOKENS)
 
@@ -197,7 +208,7 @@ def test_what_a_block_held_before_does_not_matter_even_if_it_is_not_finite(
     load: Callable[..., Engine], generate: Callable[[str, list[int]], list[int]]
 ) -> None:
     engine = load()
-    engine.kv.buffer[:] = b"\xff" * len(engine.kv.buffer)
+    engine.kv.raw()[:] = 0xFF
     prompts = [_prompt(n) for n in (3, 5, 6, 7, 30)]
 
     outputs = _finish(engine, *[_start(engine, prompt) for prompt in prompts])

@@ -12,16 +12,24 @@ from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeDeviceStore, FakeNetwork
 from kvtransfer.interface import Endpoint
 from kvtransfer.layout import BlockLayout
+from tests.gpu.needs import require_gpu
+from tests.kvtransfer.cuda.store import CudaStore
 
-Store = FakeBlockStore | FakeDeviceStore
+Store = FakeBlockStore | FakeDeviceStore | CudaStore
 PLACES: dict[str, tuple[type[Store], type[Store]]] = {
     "": (FakeBlockStore, FakeBlockStore),
     "in a device": (FakeDeviceStore, FakeDeviceStore),
     "from a device": (FakeDeviceStore, FakeBlockStore),
     "to a device": (FakeBlockStore, FakeDeviceStore),
+    "in a GPU": (CudaStore, CudaStore),
+    "from a GPU": (CudaStore, FakeBlockStore),
+    "to a GPU": (FakeBlockStore, CudaStore),
 }
 """Where the two pools lie."""
-IN_DEVICES = ["tcp in a device", "ucx in a device"]
+IN_DEVICES = [
+    *("tcp in a device", "ucx in a device"),
+    *(pytest.param(f"{wire} in a GPU", marks=pytest.mark.gpu) for wire in ("tcp", "ucx")),
+]
 
 
 @dataclass(slots=True)
@@ -42,6 +50,8 @@ Run = Callable[[Callable[[Pair], object]], None]
 async def _pair(
     transport: str, num_blocks: int = 16, layout: BlockLayout = SMALL_LAYOUT, **settings: object
 ) -> AsyncIterator[Pair]:
+    if transport.endswith("GPU"):
+        require_gpu()
     transport, _, place = transport.partition(" ")
     source, target = (kind(num_blocks, layout) for kind in PLACES[place])
     for block in range(num_blocks):
@@ -71,7 +81,7 @@ def make_pair(request: pytest.FixtureRequest) -> MakePair:
     return lambda **settings: _pair(request.param, **settings)
 
 
-@pytest.fixture(params=["shm", "ucx", "tcp", "tcp in a device"])
+@pytest.fixture(params=["shm", "ucx", "tcp", "tcp in a device", pytest.param("tcp in a GPU", marks=pytest.mark.gpu)])
 def make_real_pair(request: pytest.FixtureRequest) -> MakePair:
     """Make pairs over each real transport."""
     return lambda **settings: _pair(request.param, **settings)
@@ -99,7 +109,10 @@ def with_pair(request: pytest.FixtureRequest) -> Run:
     return run
 
 
-@pytest.fixture(params=["tcp from a device", "tcp to a device"])
+MIXED = ["tcp from a device", "tcp to a device"]
+
+
+@pytest.fixture(params=[*MIXED, *(pytest.param(f"tcp {way} a GPU", marks=pytest.mark.gpu) for way in ("from", "to"))])
 def make_mixed_pair(request: pytest.FixtureRequest) -> MakePair:
     """Make pairs of which one pool lies in a device."""
     return lambda **settings: _pair(request.param, **settings)

@@ -26,7 +26,7 @@ def fake_device(raw: torch.Tensor) -> Device:
 def engine_on_cpu(folder: Path, model_id: str, config: EngineConfig, is_in_device: bool = False) -> Engine:
     """Load a model; its pool is in host memory, or passes for one in a GPU."""
     assert config.pool_blocks is not None
-    backend = CudaBackend.load(folder, config.model_copy(update={"weights": "fp32"}), CPU)
+    backend = CudaBackend.load(folder, config, CPU)
     facts = backend.facts
     dtype = facts.kv_dtypes[0] if config.kv_dtype == "auto" else config.kv_dtype
     layout = BlockLayout(model_id, dtype, config.block_tokens, facts.num_layers, facts.num_kv_heads, facts.head_dim)

@@ -23,7 +23,7 @@ from common.config import EngineConfig, TransferConfig
 from common.errors import ConfigError
 from engine.attention.paged import AttentionPlan, PagedPool
 from engine.backend import load_backend
-from engine.batch import Batch, Segment
+from engine.batch import Segment
 from engine.cuda.backend import CudaBackend, row_logits
 from engine.cuda.decode import DecodeStep, is_decode_step
 from engine.cuda.pool import DevicePool
@@ -38,36 +38,12 @@ from engine.tiny import FAMILIES
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import block_bytes_of
+from tests.engine.cuda.batches import BLOCK_TOKENS, POOL_BLOCKS, decode_batch, layout_of
 from tests.engine.cuda.on_cpu import CPU, engine_on_cpu, fake_device
 
-BLOCK_TOKENS = 4
-POOL_BLOCKS = 64
 ELSEWHERE = "meta"
 """A device that is not the CPU: its tensors have shapes and types but no values, so that a look at one is an error."""
 Pair = Callable[[str], tuple[Any, Any, Any, Any]]
-
-
-def layout_of(backend: Any, dtype: str = "float32") -> BlockLayout:
-    facts = backend.facts
-    return BlockLayout("tiny", dtype, BLOCK_TOKENS, facts.num_layers, facts.num_kv_heads, facts.head_dim)
-
-
-def decode_batch(lengths: list[int], rng: Random) -> Batch:
-    """Return a step in which each sequence of `lengths` computed tokens gets one more, on blocks in random order."""
-    order = rng.sample(range(POOL_BLOCKS), POOL_BLOCKS)
-    tables = [[order.pop() for _ in range(-(-(length + 1) // BLOCK_TOKENS))] for length in lengths]
-    width = max(map(len, tables))
-    positions = torch.tensor(lengths)
-    padded = torch.tensor([table + table[:1] * (width - len(table)) for table in tables], dtype=torch.int32)
-    blocks = padded.long().gather(1, positions[:, None] // BLOCK_TOKENS)[:, 0]
-    return Batch(
-        torch.tensor([rng.randrange(4, 200) for _ in lengths]),
-        positions,
-        blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
-        tuple(Segment(row, 1, length, is_decode=True) for row, length in enumerate(lengths)),
-        padded,
-        torch.arange(len(lengths)),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +84,8 @@ def test_a_decode_step_of_any_shape_equals_the_reference(
 
     expected, got = reference.forward(batch), cuda.forward(batch)
 
-    assert torch.allclose(got, expected, atol=1e-4, rtol=1e-4)
-    assert torch.allclose(pool.tensor(), kv.tensor(), atol=1e-5)  # nothing was written elsewhere
+    assert torch.allclose(got, expected, atol=1e-3, rtol=1e-3)
+    assert torch.allclose(pool.tensor(), kv.tensor(), atol=1e-3, rtol=1e-3)  # nothing was written elsewhere
 
 
 def test_what_lies_beyond_a_sequence_does_not_matter_even_if_it_is_not_finite(pair: Pair) -> None:
@@ -243,7 +219,7 @@ def test_blocks_of_a_pool_in_a_gpu_are_what_its_tensor_says(pair: Pair) -> None:
 
 
 def test_tokens_follow_the_blocks_from_one_gpu_pool_to_another(tiny_model: Callable[[str], Path]) -> None:
-    config = EngineConfig(block_tokens=BLOCK_TOKENS, pool_blocks=32)
+    config = EngineConfig(weights="fp32", block_tokens=BLOCK_TOKENS, pool_blocks=32)
     prompt = [(7 * i) % 200 + 4 for i in range(22)]
     folder = tiny_model("qwen3")
     prefill, decode, alone = (engine_on_cpu(folder, "m", config, is_in_device=True) for _ in range(3))
