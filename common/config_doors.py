@@ -113,6 +113,9 @@ class HttpConfig(Node):
 class GatewayConfig(Node):
     """The clients' door."""
 
+    count: Positive = 1
+    """Gateways, all on the node of `baton serve`, each with a process and so a core of its own. Each listens one port
+    further than the one before. Limits of requests and tenants are each gateway's own."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     grpc_port: Port = 50051
@@ -158,6 +161,19 @@ class GatewayConfig(Node):
     """What requests cost."""
     http: HttpConfig = HttpConfig()
     """Limits of the OpenAI API."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_room(self) -> "GatewayConfig":
+        firsts = sorted(port for port in (self.grpc_port, self.http_port) if port)
+        for first, following in zip(firsts, [*firsts[1:], 65_536], strict=True):
+            if first + self.count > following:
+                raise ValueError(f"count {self.count} needs so many free ports from {first} on, and {following} is not")
+        return self
+
+    def of(self, number: int) -> "GatewayConfig":
+        """Return the config of the gateway with this number, counted from 0."""
+        ports = {"grpc_port": self.grpc_port, "http_port": self.http_port}
+        return self.model_copy(update={name: port and port + number for name, port in ports.items()})
 
     @pydantic.model_validator(mode="after")
     def _is_safe(self) -> "GatewayConfig":

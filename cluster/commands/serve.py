@@ -43,10 +43,10 @@ def serve(config: ClusterConfig, ready_file: Path | None, report: Report) -> Non
     Raises:
         BatonError: the cluster did not come up; nothing is left of it.
     """
-    host, gateway = config.gateway.host, config.gateway
     logs.set_up("serve", config.log_level)
-    processes.check_port_free(host, gateway.grpc_port, "gateway.grpc_port")
-    processes.check_port_free(host, gateway.http_port, "gateway.http_port")
+    for gateway in map(config.gateway.of, range(config.gateway.count)):
+        processes.check_port_free(gateway.host, gateway.grpc_port, "gateway.grpc_port")
+        processes.check_port_free(gateway.host, gateway.http_port, "gateway.http_port")
     asyncio.run(_Serving(config, ready_file, report).run())
 
 
@@ -169,7 +169,7 @@ class _Serving:
         self._is_ready = True
         states = self._supervisor.snapshot()
         self._write_ready_file(states)
-        address, http = _address_of(states, Role.GATEWAY), _http_address(states)
+        (address, http), *others = _gateways(states)
         seconds = time.monotonic() - self._started
         gateway = self._config.gateway
         scheme, curl = ("https", "curl -N --cacert CA.pem") if gateway.tls.is_on else ("http", "curl -N")
@@ -181,6 +181,8 @@ class _Serving:
         self._report.say(
             f"{READY_WORD} after {seconds:.1f} s: {model.model_id} on grpc://{address} and {scheme}://{http}/v1"
         )
+        for grpc_too, http_too in others:
+            self._report.say(f"and on grpc://{grpc_too} and {scheme}://{http_too}/v1")
         self._report.say(f'try: {_command()} generate{hint} "Why is the sky blue?"')
         body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True})
         self._report.say(f" or: {curl} {scheme}://{http}/v1/chat/completions -d '{body}'")
@@ -207,21 +209,21 @@ def _addresses(states: list[MemberState]) -> dict[str, Any]:
         }
         for state in states
     ]
+    (grpc, http), *_ = gateways = _gateways(states)
     return {
-        "grpc": _address_of(states, Role.GATEWAY),
-        "http": _http_address(states),
-        "router": _address_of(states, Role.ROUTER),
+        "grpc": grpc,
+        "http": http,
+        "gateways": [{"grpc": grpc, "http": http} for grpc, http in gateways],
+        "router": next((s.place.address for s in states if s.member.role is Role.ROUTER and s.place is not None), None),
         "processes": described,
         "workers": [entry for entry, state in zip(described, states, strict=True) if state.member.role.is_worker],
     }
 
 
-def _address_of(states: list[MemberState], role: Role) -> str | None:
-    return next((s.place.address for s in states if s.member.role is role and s.place is not None), None)
-
-
-def _http_address(states: list[MemberState]) -> str | None:
-    return next((s.place.extra.get("http") for s in states if s.member.role is Role.GATEWAY and s.place), None)
+def _gateways(states: list[MemberState]) -> list[tuple[str, str]]:
+    """Return where each gateway listens: gRPC and HTTP."""
+    places = [state.place for state in states if state.member.role is Role.GATEWAY]
+    return [(place.address, place.extra["http"]) for place in places if place is not None]
 
 
 def _command() -> str:

@@ -113,7 +113,7 @@ class RayLauncher:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        # Router and gateway stay on this node: it is the one whose ports were checked and whose address was printed.
+        # Router and gateways stay on this node: its ports were checked, and its addresses printed.
         here = ray.get_runtime_context().get_node_id()
         strategy = "SPREAD" if spec.member.role.is_worker else NodeAffinitySchedulingStrategy(here, soft=False)
         options = {

@@ -49,21 +49,24 @@ def _port(address: str | None) -> int | None:
 
 
 def service_specs(config: ClusterConfig, model: ModelFolder) -> list[ServiceSpec]:
-    """Return one spec for each process of the cluster: router, gateway, then the workers."""
+    """Return one spec for each process of the cluster: router, gateways, then the workers."""
     control = processes.control_environment()
     heartbeat_s = config.supervisor.heartbeat_s
     router = ServiceSpec(
         Member("router", Role.ROUTER), _ROUTER, {"config": config.router, "heartbeat_s": heartbeat_s}, control
     )
-    gateway = ServiceSpec(
-        Member("gateway", Role.GATEWAY),
-        _GATEWAY,
-        {"config": config.gateway, "model_dir": model.path, "model_id": model.model_id},
-        control,
-    )
+    gateways = [
+        ServiceSpec(
+            Member(f"gateway-{number}", Role.GATEWAY),
+            _GATEWAY,
+            {"config": config.gateway.of(number), "model_dir": model.path, "model_id": model.model_id},
+            control,
+        )
+        for number in range(config.gateway.count)
+    ]
     counts = {Role.PREFILL: config.prefill.workers, Role.DECODE: config.decode.workers, Role.BOTH: config.both.workers}
     workers = [_worker(config, model, role, number) for role, count in counts.items() for number in range(count)]
-    return [router, gateway, *workers]
+    return [router, *gateways, *workers]
 
 
 def _worker(config: ClusterConfig, model: ModelFolder, role: Role, number: int) -> ServiceSpec:

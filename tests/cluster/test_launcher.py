@@ -30,7 +30,7 @@ def test_each_configured_worker_has_a_spec_and_a_name_of_its_own() -> None:
     specs = service_specs(config(prefill={"workers": 2}, decode={"workers": 1}, both={"workers": 1}), MODEL)
 
     names = [spec.member.name for spec in specs]
-    assert names == ["router", "gateway", "prefill-0", "prefill-1", "decode-0", "both-0"]
+    assert names == ["router", "gateway-0", "prefill-0", "prefill-1", "decode-0", "both-0"]
 
 
 def test_a_colocated_worker_runs_the_decode_code_and_says_so() -> None:
@@ -38,6 +38,22 @@ def test_a_colocated_worker_runs_the_decode_code_and_says_so() -> None:
 
     assert both.arguments["worker_class"] == "decode.worker:DecodeWorker"
     assert both.arguments["is_colocated"] is True
+
+
+def test_each_gateway_listens_at_ports_of_its_own() -> None:
+    specs = service_specs(config(gateway={"count": 3, "grpc_port": 6000, "http_port": 0}), MODEL)
+
+    gateways = [spec for spec in specs if spec.member.role is Role.GATEWAY]
+    assert [spec.member.name for spec in gateways] == ["gateway-0", "gateway-1", "gateway-2"]
+    assert [spec.arguments["config"].grpc_port for spec in gateways] == [6000, 6001, 6002]
+    assert {spec.arguments["config"].http_port for spec in gateways} == {0}
+
+
+@pytest.mark.parametrize("ports", [{"grpc_port": 8000, "http_port": 8002}, {"grpc_port": 65534, "http_port": 8000}])
+def test_gateways_whose_ports_would_meet_are_refused(ports: dict[str, int]) -> None:
+    config(gateway={"count": 2, **ports})
+    with pytest.raises(ValueError, match="count 3 needs"):
+        config(gateway={"count": 3, **ports})
 
 
 def test_router_and_gateway_listen_where_their_last_life_did() -> None:
