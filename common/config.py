@@ -37,7 +37,7 @@ class EngineConfig(Node):
     thread, but its rounding differs between prefill and decode, so that greedy tokens can depend on scheduling."""
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     """Element type of the KV pool; `auto` takes the backend's own choice. int8 (backend `cpu`) has a scale for each
-    token and kv head and takes half the memory of float16; docs/ENGINE.md says what it costs in quality."""
+    token and kv head and takes half the memory of float16; docs/measured.md says what it costs in quality."""
     block_tokens: Annotated[int, Field(ge=1, le=512)] = 16
     """Tokens in a block."""
     pool_mib: Positive | None = None
