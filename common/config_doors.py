@@ -1,5 +1,6 @@
 """The gateway's part of the config tree, and what says how the cluster's processes know each other."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -165,7 +166,7 @@ class GatewayConfig(Node):
     @pydantic.model_validator(mode="after")
     def _has_room(self) -> "GatewayConfig":
         firsts = sorted(port for port in (self.grpc_port, self.http_port) if port)
-        for first, following in zip(firsts, [*firsts[1:], 65_536], strict=True):
+        for first, following in pairwise([*firsts, 65_536]):
             if first + self.count > following:
                 raise ValueError(f"count {self.count} needs so many free ports from {first} on, and {following} is not")
         return self

@@ -95,3 +95,10 @@ def test_the_configurations_in_the_documents_are_ours(tmp_path: Path) -> None:
         path = tmp_path / "cluster.yaml"
         path.write_text(block)
         load(path, [])
+
+
+@pytest.mark.parametrize("overrides", [[], ["gateway.grpc_port=0"], ["gateway.grpc_port=0", "gateway.http_port=0"]])
+def test_ports_may_be_left_to_the_system(overrides: list[str]) -> None:
+    config = load(None, [*overrides, "gateway.count=3"])
+
+    assert config.gateway.of(2).grpc_port == (0 if overrides else config.gateway.grpc_port + 2)
