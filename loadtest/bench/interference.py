@@ -1,6 +1,6 @@
 """`make bench-interference`: what long prompts do to running streams, in Baton and in other servers, on this machine.
 
-All get the same open-loop load over OpenAI's HTTP API: once a second somebody asks 64 tokens and reads an answer of
+All get the same open-loop load over OpenAI's HTTP API: once a second somebody asks 32 tokens and reads an answer of
 96, and now and then a prompt of 2,048 tokens comes. Gaps between tokens (ITL) and TTFT are taken at the client. Baton
 runs apart, with one core each for prefill and decode, and as one worker with both cores and a budget of tokens for each
 step: the smaller, the shorter a stream waits for a piece of a prompt, and the longer the prompt takes. Each long prompt
@@ -42,7 +42,7 @@ from loadtest.svg import Axis, Series, line_chart
 from loadtest.workload import Session, Turn
 
 STREAM_EVERY_S = 1.0
-STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 64, 96
+STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 32, 96
 LONG_FIRST_S, LONG_EVERY_S = 7.0, 14.0
 LONG_PROMPT_TOKENS, LONG_OUTPUT_TOKENS = 2048, 8
 _LONG = 1_000_000
