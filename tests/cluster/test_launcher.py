@@ -47,6 +47,7 @@ def test_each_gateway_listens_at_ports_of_its_own() -> None:
     assert [spec.member.name for spec in gateways] == ["gateway-0", "gateway-1", "gateway-2"]
     assert [spec.arguments["config"].grpc_port for spec in gateways] == [6000, 6001, 6002]
     assert {spec.arguments["config"].http_port for spec in gateways} == {0}
+    assert config(gateway={"grpc_port": 0, "http_port": 0}).gateway.of(1).http_port == 0
 
 
 @pytest.mark.parametrize("ports", [{"grpc_port": 8000, "http_port": 8002}, {"grpc_port": 65534, "http_port": 8000}])

@@ -17,7 +17,7 @@ from prefill.worker import PrefillWorker
 
 HOST = "127.0.0.1"
 MODEL_ID = "tiny"
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 3.0
 READY_WITHIN_S = 30.0
 
 
