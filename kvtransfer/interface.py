@@ -17,6 +17,8 @@ class LandingReport:
     transport: str
     num_bytes: int
     seconds: float
+    moving_s: float = 0.0
+    """Of these, with a piece under way: announced, and not yet in place and verified."""
 
 
 @dataclass(frozen=True, slots=True)

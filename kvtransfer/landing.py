@@ -115,7 +115,8 @@ class BlockLanding:
         self._on_failed = on_failed
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
-        self._opened = self._progress = self._loop.time()
+        self._opened = self._progress = self._moving_since = self._loop.time()
+        self._moving_s = 0.0
         self._lease = self._loop.call_later(ticket.lease_s, self._check_lease)
         self._outcome: asyncio.Future[LandingReport] = self._loop.create_future()
         self._outcome.add_done_callback(lambda done: done.exception())  # it may end while nobody waits
@@ -173,7 +174,8 @@ class BlockLanding:
         piece = Piece(ready.first, tuple(ready.source_block_ids), range(ready.layer_begin, ready.layer_end))
         runs = self._runs(piece, ready, self._peer.num_blocks)
         self._num_pieces += 1
-        self._num_runs += 1 if self._coding else len(runs)
+        is_one_tag = self._coding is not None or self._peer.link.byte_receiver is None
+        self._num_runs += 1 if is_one_tag else len(runs)
         if self.is_over:
             self._pass_by(ready, runs)
             return
@@ -182,6 +184,7 @@ class BlockLanding:
         self._num_under_way_bytes += ready.num_bytes
         if self._activity.is_quiet:
             self._progress = self._loop.time()
+            self._moving_since = self._progress
         self._activity.begin()
         link = self._peer.link
         checksum = None
@@ -215,7 +218,7 @@ class BlockLanding:
         assert self._peer is not None
         self._end()
         self.seconds = self._loop.time() - self._opened
-        self._outcome.set_result(LandingReport(self._peer.link.name, self._num_bytes, self.seconds))
+        self._outcome.set_result(LandingReport(self._peer.link.name, self._num_bytes, self.seconds, self._moving_s))
         self._peer.confirm(self.ticket.transfer_id, self.seconds)
 
     def _pass_by(self, ready: transfer_pb2.Ready, runs: Runs) -> None:
@@ -265,6 +268,8 @@ class BlockLanding:
         assert self._peer is not None
         self._activity.end()
         self._peer.last_piece = self._loop.time()
+        if self._activity.is_quiet:
+            self._moving_s += self._loop.time() - self._moving_since
         error = TransferError("cancelled") if receiving.cancelled() else receiving.exception()
         if self.is_over:
             return

@@ -17,7 +17,7 @@ from kvtransfer.coding import Coded, Coding, Parcel, code
 from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool, checksum_of
-from kvtransfer.pieces import Piece, Runs, cut, joined, piece_bytes, runs_of
+from kvtransfer.pieces import PIECE_BYTES_MAX, PLAIN_BYTES_MAX, Piece, Runs, cut, joined, piece_bytes, runs_of
 from kvtransfer.probe import NUM_PROBES, probe_bytes, probe_frame, rate_of, scratch
 from kvtransfer.push import BlockPush
 from kvtransfer.seal import Seal
@@ -60,6 +60,7 @@ class OutboundPeer:
         self._window_bytes = greeter.inflight_bytes_max
         self._has_messages = False
         """Whether each piece travels as one message, because one of the pools lies in a device."""
+        self._piece_bytes_max = PIECE_BYTES_MAX
         self._is_pumping = False
         self._loop = asyncio.get_running_loop()
         self._choice = CodecChoice(self._loop.time())
@@ -109,6 +110,8 @@ class OutboundPeer:
     def start(self, link: OutboundLink) -> None:
         """Carry pieces over `link` from now on."""
         self._link = link
+        if link.byte_sender is None and not link.has_checksums:
+            self._piece_bytes_max = PLAIN_BYTES_MAX
         if self.is_lost:
             link.close()
 
@@ -196,7 +199,7 @@ class OutboundPeer:
             if push.is_over:
                 self._queue.popleft()
                 continue
-            piece, rest = cut(waiting, layout)
+            piece, rest = cut(waiting, layout, self._piece_bytes_max)
             size = piece_bytes(piece, layout)
             if self._inflight_bytes and self._inflight_bytes + size > limit:
                 return
@@ -226,11 +229,15 @@ class OutboundPeer:
 
     def _start(self, push: BlockPush, piece: Piece, num_bytes: int) -> None:
         self._choice.sent(self._loop.time())
+        assert self._link is not None
+        if self._link.byte_sender is None and not (push.terms.checksum and self._link.has_checksums):
+            # The receiver works out by itself what to read.
+            self.send(transfer_pb2.TransferFrame(ready=self._ready(push, piece, num_bytes, num_tags=1)))
+            return
         runs = runs_of(piece, push.landing_ids, self._greeter.pool.layout)
         if push.coding is not None:
             self._start_coding(push, push.coding, Parcel(piece, runs, push.take_nonce()), num_bytes)
             return
-        assert self._link is not None
         if not (push.terms.checksum and self._link.has_checksums):
             self._send_piece(push, piece, runs, num_bytes, 0)
             return
@@ -275,7 +282,7 @@ class OutboundPeer:
 
     def _send_piece(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, checksum: int) -> None:
         assert self._link is not None
-        ready = self._ready(push, piece, num_bytes, num_tags=len(runs))
+        ready = self._ready(push, piece, num_bytes, num_tags=1 if self._link.byte_sender is None else len(runs))
         ready.checksum = checksum
         self.send(transfer_pb2.TransferFrame(ready=ready))
         if (sending := self._link.send(runs, ready.tag)) is not None:

@@ -12,6 +12,8 @@ IntArray = NDArray[np.int64]
 
 PIECE_BYTES_MAX = 4 * 1024 * 1024
 """Large announcements are cut here, so that the sender hashes one piece while the receiver copies the one before."""
+PLAIN_BYTES_MAX = 32 * 1024 * 1024
+"""The same where nothing is hashed or sent: a piece costs messages, and this many bytes are copied in 3 ms."""
 PIECE_BLOCKS_MAX = 8192
 
 
@@ -88,10 +90,10 @@ def piece_bytes(piece: Piece, layout: BlockLayout) -> int:
     return len(piece.block_ids) * len(piece.layers) * layout.layer_bytes
 
 
-def cut(piece: Piece, layout: BlockLayout) -> tuple[Piece, Piece | None]:
-    """Cut along blocks: return at most `PIECE_BYTES_MAX` (or one block, if that is larger), and what is left."""
+def cut(piece: Piece, layout: BlockLayout, num_bytes_max: int = PIECE_BYTES_MAX) -> tuple[Piece, Piece | None]:
+    """Cut along blocks: return at most `num_bytes_max` (or one block, if that is larger), and what is left."""
     per_block = len(piece.layers) * layout.layer_bytes
-    step = min(max(PIECE_BYTES_MAX // per_block, 1), PIECE_BLOCKS_MAX)
+    step = min(max(num_bytes_max // per_block, 1), PIECE_BLOCKS_MAX)
     if len(piece.block_ids) <= step:
         return piece, None
     rest = Piece(piece.first + step, piece.block_ids[step:], piece.layers)

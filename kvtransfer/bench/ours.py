@@ -15,22 +15,29 @@ from kvtransfer.interface import Landing, Push
 HOST = "127.0.0.1"
 STORM_TRANSFERS = 1000
 STORM_ABORTED = 0.2
+PLAIN = "plain"
+"""In the option, after the transport: without checksums."""
 
 
 class Ours:
-    """Implements `Contender`: grant, push, land."""
+    """Implements `Contender`: grant, push, land. The option is a transport, or e.g. "tcp,plain"."""
 
     is_shared = True
 
-    def __init__(self, side: Side, transport: str) -> None:
+    def __init__(self, side: Side, option: str) -> None:
         self._side = side
-        self._transport = transport
+        self._transport, _, plain = option.partition(",")
+        self._has_checksums = plain != PLAIN
         self._endpoint: TransferEndpoint
+        self.parts: dict[str, float] = {}
+        """Of the last fetch, seconds until its ticket was shown, and with pieces under way; the rest are messages."""
 
     async def connect(self) -> None:
         """Open the endpoint; the connection is made by the first transfer."""
         side = self._side
-        config = TransferConfig.model_validate({"transport": self._transport, "codec": "raw"})
+        config = TransferConfig.model_validate(
+            {"transport": self._transport, "codec": "raw", "checksum": self._has_checksums}
+        )
         name = "sender" if side.is_sender else "receiver"
         try:
             self._endpoint = await TransferEndpoint.start(name, HOST, side.pool.store, config)
@@ -52,9 +59,12 @@ class Ours:
 
     async def fetch(self, by_layer: bool) -> None:
         """Grant a ticket and wait until it has landed."""
+        begun = time.perf_counter()
         landing = self._endpoint.grant(self._side.blocks, 0)
         self._side.link.send({"ticket": landing.ticket.SerializeToString().hex(), "by_layer": by_layer})
-        await landing.landed()
+        report = await landing.landed()
+        asking = time.perf_counter() - begun - report.seconds
+        self.parts = {"asking": asking, "moving": report.moving_s, "messages": report.seconds - report.moving_s}
 
     async def storm(self) -> dict[str, Any]:
         """Receiver: many transfers at once, of which some are given up by either side at random moments.

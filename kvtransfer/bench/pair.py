@@ -21,6 +21,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "ours": Ours,
     "memcpy": baselines.InProcess,
     "memcpy-huge": baselines.InProcessHuge,
+    "copy": baselines.MappedCopy,
     "tcp": baselines.RawTcp,
     "nixl": peers.Nixl,
     "mooncake": peers.Mooncake,
@@ -71,6 +72,7 @@ async def measured(side: Side, contender: Contender, order: Any) -> dict[str, An
         result = await contender.storm()
     else:
         await contender.fetch(order == "layers")
+        result = {"parts": contender.parts} if isinstance(contender, Ours) else {}
     seconds, after = time.perf_counter() - begun, cpu_s()
     side.link.send("cpu")
     sender_after = await side.link.receive()

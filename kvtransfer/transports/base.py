@@ -60,7 +60,8 @@ class OutboundLink(Protocol):
 
         Args:
             runs: what to send, in order.
-            tag: of the first run; run i has tag + i. Not used before and not used again.
+            tag: of the first run; run i has tag + i. Not used before and not used again. A link without a
+                `byte_sender` has one for all runs.
 
         Returns:
             Done when the source is not read any more; an exception means that the link is broken. None: the receiver

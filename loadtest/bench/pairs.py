@@ -38,18 +38,26 @@ class Means:
 OURS_SHM = Means("ours, shm", "ours", "shm")
 OURS_UCX = Means("ours, ucx", "ours", "ucx")
 OURS_TCP = Means("ours, tcp", "ours", "tcp")
+PLAIN_UCX = Means("ours, ucx, no checksums", "ours", "ucx,plain")
+PLAIN_TCP = Means("ours, tcp, no checksums", "ours", "tcp,plain")
 MEMCPY = Means("memcpy in one process", "memcpy")
+COPY = Means("our copy in one process", "copy")
 RAW_TCP = Means("raw TCP", "tcp")
+SUMMED_TCP = Means("raw TCP with checksums", "tcp", "checksums")
 NIXL = Means("NIXL", "nixl", "default")
 NIXL_TCP = Means("NIXL over TCP", "nixl", "tcp", _UCX_TCP)
 MOONCAKE = Means("Mooncake over TCP", "mooncake")
 ALL = (
     MEMCPY,
     Means("memcpy in one process, huge pages", "memcpy-huge"),
+    COPY,
     OURS_SHM,
     OURS_UCX,
     OURS_TCP,
+    PLAIN_UCX,
+    PLAIN_TCP,
     RAW_TCP,
+    SUMMED_TCP,
     NIXL,
     NIXL_TCP,
     MOONCAKE,
@@ -66,6 +74,8 @@ class Samples:
     seconds: list[float] = field(default_factory=list)
     sender_cpu_s: list[float] = field(default_factory=list)
     receiver_cpu_s: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """Of ours: where the seconds went."""
     absent: str = ""
     """Why nothing was measured."""
 
@@ -77,6 +87,8 @@ class Samples:
         self.seconds.append(result["seconds"])
         self.sender_cpu_s.append(result["sender_cpu_s"])
         self.receiver_cpu_s.append(result["receiver_cpu_s"])
+        if parts := result.get("parts"):
+            self.parts.append(parts)
 
     @property
     def is_measured(self) -> bool:
@@ -93,6 +105,13 @@ class Samples:
         """Return the processor time at both ends, for people."""
         both = [statistics.median(times) * 1000 for times in (self.sender_cpu_s, self.receiver_cpu_s)]
         return f"CPU {both[0]:.1f} + {both[1]:.1f} ms"
+
+    @property
+    def breakdown(self) -> str:
+        """Return where the time of ours went, medians for people; empty of others."""
+        names = self.parts[0] if self.parts else {}
+        medians = {name: statistics.median(parts[name] for parts in self.parts) * 1000 for name in names}
+        return " + ".join(f"{name} {milliseconds:.2f}" for name, milliseconds in medians.items())
 
 
 class PairError(Exception):

@@ -16,6 +16,7 @@ import typer
 from loadtest.bench.common import BenchRow, Repeated, publish
 from loadtest.bench.pairs import (
     ALL,
+    COPY,
     MEMCPY,
     MOONCAKE,
     NIXL,
@@ -23,7 +24,10 @@ from loadtest.bench.pairs import (
     OURS_SHM,
     OURS_TCP,
     OURS_UCX,
+    PLAIN_TCP,
+    PLAIN_UCX,
     RAW_TCP,
+    SUMMED_TCP,
     Means,
     Pair,
     PairError,
@@ -33,6 +37,8 @@ from loadtest.bench.pairs import (
 
 TITLES = {"demo": "23.6 MB", "8b": "134 MB"}
 ORDERS = {"whole": "whole", "layers": "by layer"}
+OURS = (OURS_SHM, OURS_UCX, OURS_TCP)
+LIMITS = (COPY, MEMCPY, RAW_TCP, SUMMED_TCP)
 SHM_LIMIT, NIXL_FACTOR, TCP_LIMIT, PACKING_SHARE, FAIR_FACTOR = 1.15, 2.5, 1.1, 0.9, 2.0
 
 Results = dict[tuple[str, str], Samples]
@@ -60,10 +66,10 @@ async def _rows(means: Sequence[Means], rounds: int, works: Sequence[str], scrat
         for order in ORDERS:
             rows += _means_rows(results, title, order)
     if "packing" in works:
-        rows += await _packing_rows([one for one in means if one.contender == "ours"], rounds, scratch)
+        rows += await _packing_rows([one for one in means if one in OURS], rounds, scratch)
     if "storm" in works:
         for one in means:
-            if one.contender == "ours":
+            if one in OURS:
                 rows += await _storm_rows(one)
     return rows
 
@@ -75,14 +81,16 @@ def _means_rows(results: Results, title: str, order: str) -> list[BenchRow]:
     rows = []
     for ours, limit, factor in (
         (OURS_SHM, MEMCPY, SHM_LIMIT),
-        (OURS_UCX, RAW_TCP, TCP_LIMIT),
-        (OURS_TCP, RAW_TCP, TCP_LIMIT),
+        (OURS_SHM, COPY, None),
+        (COPY, MEMCPY, None),
+        *((ours, RAW_TCP, TCP_LIMIT) for ours in (OURS_UCX, OURS_TCP, PLAIN_UCX, PLAIN_TCP)),
+        *((ours, SUMMED_TCP, TCP_LIMIT) for ours in (OURS_UCX, OURS_TCP)),
     ):
         if ours.name in by_name:
             rows.append(_row(label, by_name[ours.name], ours.name, by_name.get(limit.name), limit.name, factor))
     goals = {NIXL.name: 1 / NIXL_FACTOR, NIXL_TCP.name: 1.0, MOONCAKE.name: 1.0}
     for name, samples in by_name.items():
-        if name.startswith("ours") or name in (MEMCPY.name, RAW_TCP.name):
+        if name.startswith("ours") or name in [limit.name for limit in LIMITS]:
             continue
         ours = OURS_UCX if name in (NIXL_TCP.name, MOONCAKE.name) else OURS_SHM
         if ours.name in by_name:
@@ -98,7 +106,7 @@ def _row(
         return BenchRow(f"{label}: {ours_name}", 0.0, "ms", False, note=f"ours: {ours.absent}")
     measured = peer is not None and peer.is_measured
     peer_ms = peer.ms if peer is not None and measured else None
-    note = f"ours {ours.cpu}"
+    note = f"ours {ours.cpu}" + (f" ({ours.breakdown} ms)" if ours.parts else "")
     if peer is not None and peer_ms is not None:
         note += f"; peer {peer.cpu}, spread {peer_ms.spread:.0%}"
     elif peer is not None:
