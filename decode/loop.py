@@ -23,9 +23,9 @@ from common.rpc import is_address
 from common.status import error_to_pb
 from decode.landing import LandingRun, bring_back
 from decode.prefill_calls import PrefillCalls
-from decode.scheduler import DecodeScheduler, PlannedChunk
+from decode.scheduler import DecodeScheduler, Phase, PlannedChunk
 from decode.session import GatewaySession
-from decode.stream import Phase, TokenStream
+from decode.stream import TokenStream
 from engine.engine import Engine
 from engine.prefix_loader import PrefixLoader
 from engine.sequence import Sequence
@@ -64,11 +64,13 @@ class DecodeLoop:
         self._loader = loader
         self._config = config
         self._clock = clock
-        self._scheduler = DecodeScheduler(engine, config.running_max, config.token_budget, config.itl_target_s)
+        self._scheduler: DecodeScheduler[TokenStream] = DecodeScheduler(
+            engine, config.running_max, config.token_budget, config.itl_target_s
+        )
         self._calls = PrefillCalls()
         self._sessions: dict[str, GatewaySession] = {}
         self._landings: dict[TokenStream, Work] = {}
-        self._planned: list[PlannedChunk] = []
+        self._planned: list[PlannedChunk[TokenStream]] = []
         self._num_streams = 0
         self._listeners: list[Callable[[], None]] = []
         self._counters: Counter[str] = Counter()
@@ -176,7 +178,7 @@ class DecodeLoop:
         stream.cached_tokens = first_token.cached_tokens
         stream.prefill_s = first_token.prefill_s
         stream.prefill_device_s = first_token.device_s
-        stream.sequence.append(token.token_id, self._engine.layout.block_tokens)
+        stream.sequence.append(token.token_id, self._engine.block_tokens)
         work = self._landings.pop(stream)
         self._take_token(stream, token)
         if stream.phase is Phase.ENDED:
@@ -232,17 +234,11 @@ class DecodeLoop:
     def load(self) -> LoopLoad:
         """Return the load of this moment."""
         scheduler = self._scheduler
-        here = [stream for stream in [*scheduler.waiting, *scheduler.running] if stream.target is None]
+        here = [stream for stream in [*scheduler.waiting, *scheduler.running] if not stream.is_remote]
         queued_tokens = sum(s.sequence.num_uncomputed for s in here if s.sequence.num_uncomputed > 1)
         running = len(scheduler.landing) + len(scheduler.running)
-        return LoopLoad(
-            queued_tokens,
-            len(scheduler.waiting),
-            running,
-            self._is_draining,
-            self._counters + self._loader.counters,
-            self.runner.count.to_pb(),
-        )
+        counters, steps = self._counters + self._loader.counters, self.runner.count.to_pb()
+        return LoopLoad(queued_tokens, len(scheduler.waiting), running, self._is_draining, counters, steps)
 
     def pool_changed(self) -> None:
         """Blocks came back, or a prefix came, from elsewhere: look at the queue again."""
@@ -290,7 +286,7 @@ class DecodeLoop:
         is_remote = request.HasField("prefill") and request.prefill.worker_id != self._worker_id
         if is_remote and not is_address(request.prefill.address):
             raise InvalidRequestError(f"prefill.address must be HOST:PORT, got {request.prefill.address!r}")
-        stream = TokenStream(sequence, session, self._clock.now(), request.prefill if is_remote else None)
+        stream = TokenStream.of(sequence, session, self._clock.now(), request.prefill if is_remote else None)
         if request.timeout_s:
             error = DeadlineError(f"the request's deadline passed, {request.timeout_s:.3f} s after it came here")
             stream.timer = asyncio.get_running_loop().call_later(request.timeout_s, self.fail, stream, error)
@@ -309,16 +305,17 @@ class DecodeLoop:
 
     def _bring_prefix(self, stream: TokenStream, holder: worker_pb2.PrefixHolder | None) -> None:
         """Have blocks of the prompt brought to whoever prefills it."""
-        if stream.target is not None:
+        if stream.is_remote:
             stream.prefix_holder = holder
         elif self._loader.is_worthwhile(stream.sequence, holder):
+            stream.is_loading = True
             stream.loading = self.runner.spawn(self._load(stream, holder), f"prefix-{stream.request_id}")
 
     async def _load(self, stream: TokenStream, holder: worker_pb2.PrefixHolder | None) -> None:
         try:
             await self._loader.load(stream.sequence, holder)
         finally:
-            stream.loading = None
+            stream.is_loading, stream.loading = False, None
             self.pool_changed()
 
     async def _prepare(self, stream: TokenStream) -> None:

@@ -1,12 +1,11 @@
 """One sequence in a decode worker: its tokens, where it stands, and to whom its tokens go."""
 
 import asyncio
-import enum
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton_pb.v1 import common_pb2, worker_pb2
+from decode.scheduler import Stream
 from engine.sequence import Sequence
 from engine.step_runner import Work
 
@@ -22,44 +21,22 @@ class StreamSession(Protocol):
         ...
 
 
-class Phase(enum.Enum):
-    """Where a stream stands; see DecodeScheduler."""
-
-    WAITING = "waiting"
-    LANDING = "landing"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-@dataclass(slots=True, eq=False)
-class TokenStream:
+@dataclass(slots=True, eq=False, kw_only=True)
+class TokenStream(Stream):
     """A sequence, and what the decode loop knows about it. Times are the loop's clock's, seconds."""
 
-    sequence: Sequence
     session: StreamSession
     started_s: float
     target: worker_pb2.PrefillTarget | None = None
-    """Who prefills it; None: this worker, be it from the start or after a preemption."""
+    """Who prefills it, while it `is_remote`."""
     prefix_holder: worker_pb2.PrefixHolder | None = None
     """Who has blocks that the target may lack."""
-    number: int = 0
-    """Counts arrivals: the order of admission."""
-    arrived_at: int = 0
-    """Prompt tokens that had been scheduled here before it arrived."""
-    phase: Phase = Phase.WAITING
     loading: Work | None = None
-    """Brings blocks of its prefix into the pool; it is admitted after that."""
-    first_block: int = 0
-    """Leading blocks that were here already when it was admitted: they are not sent."""
-    num_preemptions: int = 0
-    below: Seq[bytes] = ()
-    """After a preemption: hashes of its next blocks that come back from the tiers below the pool."""
+    """Brings blocks of its prefix into the pool."""
     timeout_s: float | None = None
     """From started_s to the deadline."""
     timer: asyncio.TimerHandle | None = None
     """Ends it at its deadline."""
-    cached_tokens: int | None = None
-    """What prefill reused; None before the prompt was looked up."""
     chunk_started_s: float | None = None
     first_token_s: float | None = None
     joined_s: float | None = None
@@ -69,6 +46,13 @@ class TokenStream:
     """The prefill worker's share; this worker's is the sequence's."""
     transfer_exposed_s: float = 0.0
     transport: str = "local"
+
+    @classmethod
+    def of(
+        cls, sequence: Sequence, session: StreamSession, started_s: float, target: worker_pb2.PrefillTarget | None
+    ) -> "TokenStream":
+        """Return the stream of a sequence that came just now; without a target it is prefilled here."""
+        return cls(sequence=sequence, is_remote=target is not None, session=session, started_s=started_s, target=target)
 
     @property
     def request_id(self) -> str:

@@ -1,5 +1,6 @@
 """Which block is free, used or kept, and which prefix it holds. Knows ids and hashes, no bytes and no torch."""
 
+import bisect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -95,19 +96,31 @@ class BlockPool:
                 return count
         return len(hashes)
 
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """Return what `peek` does, by bisection: the same where held blocks come after held ones."""
+        return bisect.bisect_left(hashes, True, key=lambda block_hash: block_hash not in self._block_of)
+
     def seal(self, block_id: int, hash: bytes) -> None:  # noqa: A002  # the word that the glossary has for it
         """Note that a used block is full and final and holds the prefix `hash`, so that `match` finds it.
 
         When another block already holds that prefix, it stays the one that is found. Sealing a block again with the
         same hash changes nothing.
         """
-        assert block_id in self._holders, f"block {block_id} is not used"
-        held = self._hash_of.get(block_id)
-        assert held is None or held == hash, f"block {block_id} is sealed and cannot hold another prefix"
-        if held is None and hash not in self._block_of:
-            self._hash_of[block_id] = hash
-            self._block_of[hash] = block_id
-            self.log.note(True, [hash])
+        self.seal_all([block_id], [hash])
+
+    def seal_all(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Seal several blocks, each with its hash, as one change."""
+        stored = []
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            assert block_id in self._holders, f"block {block_id} is not used"
+            held = self._hash_of.get(block_id)
+            assert held is None or held == block_hash, f"block {block_id} is sealed and cannot hold another prefix"
+            if held is None and block_hash not in self._block_of:
+                self._hash_of[block_id] = block_hash
+                self._block_of[block_hash] = block_id
+                stored.append(block_hash)
+        if stored:
+            self.log.note(True, stored)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Give up one holder's share of each block; give the blocks of a sequence in token order."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from baton_pb.v1 import common_pb2, worker_pb2
 from common.config import EngineConfig
 from common.errors import InvalidRequestError
-from engine.block_pool import BlockPool
+from engine.bookkeeping import Bookkeeping
 from engine.codec_bound import CodecBound
 from engine.grammar import Grammars
 from engine.kv_cache import KVMemory
@@ -42,7 +42,7 @@ class Runner(Protocol):
         ...
 
 
-class Engine:
+class Engine(Bookkeeping):
     """One model and one pool.
 
     Everything but `step` is plain bookkeeping for the worker's loop. `step` blocks for one forward pass and runs on
@@ -50,10 +50,9 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, kv: KVMemory, facts: Limits, grammars: Grammars | None = None) -> None:
+        super().__init__(kv.num_blocks, kv.layout.block_tokens, facts.context_tokens)
         self.kv = kv
         self.layout: BlockLayout = kv.layout
-        self.pool = BlockPool(kv.num_blocks)
-        self.context_tokens = facts.context_tokens
         self.vocab_tokens = facts.vocab_tokens
         self.eos_token_ids = facts.eos_token_ids
         self.tiers: BlockTiers | None = None
@@ -98,9 +97,9 @@ class Engine:
         """Name of the forward pass in use."""
         return self._runner.backend
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens` tokens."""
-        return -(-num_tokens // self.layout.block_tokens)
+    def num_below(self, hashes: Seq[bytes]) -> int:
+        """Return how many of the leading `hashes` the tiers below the pool could bring back."""
+        return 0 if self.tiers is None else self.tiers.peek(list(hashes), self.block_s)
 
     def sequence_from_pb(self, request: worker_pb2.StartRequest | worker_pb2.PrefillRequest) -> Sequence:
         """Return the sequence that a message asks for; it holds no block yet.
@@ -113,7 +112,7 @@ class Engine:
             list(request.token_ids),
             request.num_prompt_tokens,
             SamplingParams.from_pb(request.sampling, self.vocab_tokens),
-            self.layout.block_tokens,
+            self.block_tokens,
             request.cache_salt,
         )
 
@@ -173,8 +172,8 @@ class Engine:
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step what a block of a prompt costs."""
-        if num_tokens >= self.layout.block_tokens:  # fewer say what a step costs, not what a token does
-            self.block_s = seconds / num_tokens * self.layout.block_tokens
+        if num_tokens >= self.block_tokens:  # fewer say what a step costs, not what a token does
+            self.block_s = seconds / num_tokens * self.block_tokens
 
     def complete(self, chunk: ScheduledChunk, output: TokenOutput | None) -> None:
         """Apply a step's result to its sequence: KV is there, full blocks are findable, the token is appended."""
@@ -183,15 +182,7 @@ class Engine:
         assert output is None or output.error is None, "the sequence ends with an error instead"
         self.advance(sequence, sequence.num_computed + chunk.num_tokens)
         if output is not None:
-            sequence.append(output.token_id, self.layout.block_tokens)
-
-    def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """Note that the first `num_computed` tokens have KV in the pool, computed or landed, and seal full blocks."""
-        block_tokens = self.layout.block_tokens
-        assert sequence.num_computed <= num_computed <= len(sequence.token_ids)
-        for index in range(sequence.num_computed // block_tokens, num_computed // block_tokens):
-            self.pool.seal(sequence.block_table[index], sequence.hashes[index])
-        sequence.num_computed = num_computed
+            sequence.append(output.token_id, self.block_tokens)
 
     def finish_reason(self, sequence: Sequence) -> "common_pb2.FinishReason.ValueType | None":
         """Return why the sequence ends with its last token, or None if it goes on."""

@@ -255,7 +255,7 @@ class PrefillLoop:
     def _tell_final(self, job: PromptJob) -> None:
         sequence = job.sequence
         is_whole = sequence.num_computed == job.num_tokens
-        block_tokens = self._engine.layout.block_tokens
+        block_tokens = self._engine.block_tokens
         num_final = len(sequence.block_table) if is_whole else sequence.num_computed // block_tokens
         self._tell(job, num_final, self._engine.layout.num_layers)
         job.num_final, job.num_final_layers = num_final, 0

@@ -1,8 +1,9 @@
 """Which prompts are prefilled in the next step, and how much of each. Pure: no clock, no I/O.
 
-Shortest remaining work first, with ageing: a prompt's rank is its remaining tokens plus the tokens that had been
-scheduled when it arrived. So a prompt with R tokens left can be overtaken only by prompts that arrive before R further
-tokens have been computed, however busy the worker is: nobody starves, and short prompts do not queue behind long ones.
+Least left to compute first, with ageing: a prompt's rank is that plus the tokens that were scheduled before it came. Of
+a prompt without blocks it is what the prefix cache does not hold now, so a long prompt of which little is new does not
+queue behind a shorter one. A prompt with R tokens left can be overtaken only by prompts that arrive before R further
+tokens have been computed, however busy the worker is: nobody starves.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from common.errors import OverloadedError
-from engine.engine import Engine
+from engine.bookkeeping import Bookkeeping
 from engine.sequence import Sequence
 
 
@@ -50,9 +51,9 @@ class PromptScheduler(Generic[P]):
     the owner. Owned by the prefill loop.
     """
 
-    def __init__(self, engine: Engine, token_budget: int) -> None:
+    def __init__(self, books: Bookkeeping, token_budget: int) -> None:
         assert token_budget > 0
-        self._engine = engine
+        self._books = books
         self._token_budget = token_budget
         self._prompts: list[P] = []
         self._num_arrived = 0
@@ -104,7 +105,7 @@ class PromptScheduler(Generic[P]):
 
     def _admitted_in_order(self) -> Iterator[P]:
         is_full = False
-        for prompt in sorted(self._prompts, key=_rank):
+        for prompt in sorted(self._prompts, key=self._rank):
             if prompt.is_loading:
                 continue
             if not prompt.is_admitted:
@@ -114,19 +115,21 @@ class PromptScheduler(Generic[P]):
             yield prompt
 
     def _admit(self, prompt: P) -> bool:
-        engine, sequence = self._engine, prompt.sequence
-        matched = engine.pool.match(sequence.reusable_hashes(engine.layout.block_tokens))
+        books, sequence = self._books, prompt.sequence
+        matched = books.pool.match(sequence.reusable_hashes(books.block_tokens))
         try:
-            rest = engine.pool.allocate(engine.blocks_for(sequence.num_tokens) - len(matched))
+            rest = books.pool.allocate(books.blocks_for(sequence.num_tokens) - len(matched))
         except OverloadedError:
-            engine.pool.release(matched)
+            books.pool.release(matched)
             return False
         sequence.block_table = matched + rest
-        sequence.num_computed = len(matched) * engine.layout.block_tokens
+        sequence.num_computed = len(matched) * books.block_tokens
         sequence.num_cached = min(sequence.num_computed, sequence.num_prompt_tokens)
         prompt.is_admitted = True
         return True
 
-
-def _rank(prompt: Prompt) -> tuple[int, int]:
-    return prompt.sequence.num_uncomputed + prompt.arrived_at, prompt.number
+    def _rank(self, prompt: P) -> tuple[int, int]:
+        left = prompt.sequence.num_uncomputed
+        if not prompt.is_admitted:
+            left -= self._books.num_held(prompt.sequence)
+        return left + prompt.arrived_at, prompt.number

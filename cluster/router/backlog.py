@@ -29,9 +29,9 @@ class _Work(NamedTuple):
 class Backlog:
     """Prompts by reservation. Owned by the router's loop; plain functions.
 
-    Workers prefill in the order of (tokens left) + (tokens that had been computed at arrival), see
-    prefill/scheduler.py, and learn only when they begin a prompt how much of it is cached. That order is followed here,
-    with the counts of the worker's own reports.
+    Workers prefill in the order of (tokens left to compute) + (tokens that had been computed at arrival), see
+    prefill/scheduler.py. That order is followed here, with the counts of the worker's own reports, and with what of
+    each prompt was expected to be cached when it was placed.
     """
 
     def __init__(self) -> None:
@@ -83,11 +83,11 @@ class Backlog:
                 self._begun_at = computed
             self._computed, self._computed_at, self._step_s = computed, now, step_s
 
-    def wait(self, num_tokens: int, now: float) -> Wait:
-        """Return what a further prompt of so many tokens would meet here now."""
+    def wait(self, num_uncached: int, now: float) -> Wait:
+        """Return what a further prompt, so many tokens of which are to be computed, would meet here now."""
         if not self._work:
             return _NOTHING
-        mine, since = num_tokens + self._computed, now - self._computed_at
+        mine, since = num_uncached + self._computed, now - self._computed_at
         current = min(self._work.values(), key=_due)
         uncached = max(1, current.prompt.num_uncached)
         left = max(0, min(uncached, uncached - self._computed + self._begun_at))
@@ -111,4 +111,4 @@ _NOTHING = Wait(0.0, 0)
 
 def _due(work: _Work) -> int:
     """Return the place of a prompt that is not begun: what is served first is least."""
-    return work.prompt.num_tokens + work.arrived_at
+    return work.prompt.num_uncached + work.arrived_at

@@ -137,7 +137,7 @@ def estimate_prefill(question: Question, candidate: Candidate) -> PrefillEstimat
     fetched_blocks, fetch_s = _fetched(question, candidate, num_cached)
     num_cached = max(num_cached, fetched_blocks * question.block_tokens)
     compute_s = model.prefill_s(question.num_tokens - num_cached, num_cached)
-    wait = candidate.backlog.wait(question.num_tokens, outlook.now)
+    wait = candidate.backlog.wait(question.num_tokens - num_cached, outlook.now)
     # Those whom it overtakes, and those who will come while there is a queue: on average half as many as are in it.
     queue = max(0, len(candidate.backlog) - 1)
     harm_s = compute_s * (wait.num_delayed + queue / 2)

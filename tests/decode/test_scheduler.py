@@ -4,33 +4,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_pb.v1 import worker_pb2
 from common.errors import InvalidRequestError
 from decode.chunk_budget import LEAST_TOKENS, TRIAL_TOKENS
-from decode.scheduler import DecodeScheduler, PlannedChunk, StepPlan
-from decode.stream import Phase, TokenStream
+from decode.scheduler import DecodeScheduler, Phase, PlannedChunk, StepPlan, Stream
 from engine.fake import FakeEngine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import ScheduledChunk, TokenOutput
 
-TARGET = worker_pb2.PrefillTarget(worker_id="prefill-0", address="127.0.0.1:1")
 
-
-class Silent:
-    """A session that nobody listens to."""
-
-    def __init__(self) -> None:
-        self.streams: dict[str, TokenStream] = {}
-
-    def emit(self, output: worker_pb2.SequenceOutput) -> None:
-        """Drop it."""
-
-
-def stream_of(name: str, length: int, max_tokens: int = 8, is_remote: bool = False, start: int = 0) -> TokenStream:
+def stream_of(name: str, length: int, max_tokens: int = 8, is_remote: bool = False, start: int = 0) -> Stream:
     token_ids = [(start + i) % 1000 for i in range(length)]
     sequence = Sequence.start(name, token_ids, length, SamplingParams(max_tokens=max_tokens), 4)
-    return TokenStream(sequence, Silent(), 0.0, TARGET if is_remote else None)
+    return Stream(sequence=sequence, is_remote=is_remote)
 
 
 class Bench:
@@ -44,9 +30,9 @@ class Bench:
         itl_target_s: float | None = None,
     ) -> None:
         self.engine = FakeEngine(num_blocks=num_blocks)
-        self.scheduler = DecodeScheduler(self.engine, running_max, token_budget, itl_target_s)
+        self.scheduler: DecodeScheduler[Stream] = DecodeScheduler(self.engine, running_max, token_budget, itl_target_s)
 
-    def step(self) -> StepPlan:
+    def step(self) -> StepPlan[Stream]:
         """Plan, compute, and let finished streams leave."""
         plan = self.scheduler.plan()
         for stream, num_tokens in plan.chunks:
@@ -56,7 +42,7 @@ class Bench:
                 self.leave(stream)
         return plan
 
-    def land(self, stream: TokenStream) -> None:
+    def land(self, stream: Stream) -> None:
         """What a landing does: the first token comes by message, then the KV."""
         stream.sequence.append(7, 4)
         if self.engine.finish_reason(stream.sequence) is not None:
@@ -65,13 +51,13 @@ class Bench:
         self.engine.advance(stream.sequence, stream.sequence.num_tokens - 1)
         self.scheduler.join(stream)
 
-    def leave(self, stream: TokenStream) -> None:
+    def leave(self, stream: Stream) -> None:
         self.scheduler.remove(stream)
         self.engine.pool.release(stream.sequence.block_table)
 
 
-def names(plan: StepPlan) -> list[tuple[str, int]]:
-    return [(stream.request_id, num_tokens) for stream, num_tokens in plan.chunks]
+def names(plan: StepPlan[Stream]) -> list[tuple[str, int]]:
+    return [(stream.sequence.request_id, num_tokens) for stream, num_tokens in plan.chunks]
 
 
 def test_prompt_chunks_ride_along_with_decodes_under_the_budget() -> None:
@@ -121,7 +107,7 @@ def test_no_more_are_admitted_than_may_run() -> None:
     for number in range(5):
         bench.scheduler.add(stream_of(str(number), 4, is_remote=number % 2 == 0, start=number * 50))
 
-    assert [stream.request_id for stream in bench.scheduler.admit()] == ["0", "2"]
+    assert [stream.sequence.request_id for stream in bench.scheduler.admit()] == ["0", "2"]
     assert len(bench.scheduler.running) == 1
     assert len(bench.scheduler.waiting) == 2
 
@@ -149,7 +135,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_all_that_wait() -> None
     bench.scheduler.add(stream_of("waits", 1, start=200))
     bench.scheduler.admit()
 
-    preempted: list[TokenStream] = []
+    preempted: list[Stream] = []
     while not preempted:
         bench.scheduler.admit()
         preempted = bench.step().preempted

@@ -32,6 +32,7 @@ class _Users(RuleBasedStateMachine):
     def start(self, tokens: list[int]) -> None:
         hashes = chain_hashes(tokens, BLOCK_TOKENS)
         expected = self.pool.peek(hashes)
+        assert self.pool.depth(hashes) >= expected
         table = self.pool.match(hashes)
         assert len(table) == expected
         try:

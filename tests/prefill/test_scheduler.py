@@ -88,6 +88,25 @@ def test_a_prompt_admitted_late_reuses_what_the_one_before_it_computed() -> None
     assert bench.step() == [("same", 4)]  # all but the block with the last token
 
 
+def test_a_long_prompt_of_which_little_is_new_goes_before_a_shorter_one() -> None:
+    bench = Bench(token_budget=20)
+    bench.scheduler.add(prompt_of("first", 60))
+    while bench.step():
+        pass
+    bench.scheduler.add(prompt_of("short", 16, start=500))
+    bench.scheduler.add(prompt_of("known", 60))
+
+    assert bench.step() == [("known", 4), ("short", 16)]
+
+
+def test_what_is_computed_meanwhile_for_others_brings_a_prompt_forward() -> None:
+    bench = Bench(token_budget=20)
+    for name, length, start in (("first", 20, 0), ("middle", 30, 500), ("follower", 40, 0)):
+        bench.scheduler.add(prompt_of(name, length, start))
+
+    assert [bench.step() for _ in range(3)] == [[("first", 20)], [("follower", 20)], [("middle", 20)]]
+
+
 def test_a_prompt_that_finds_no_blocks_waits_and_holds_back_those_behind_it() -> None:
     bench = Bench(token_budget=8, num_blocks=6)
     held = bench.engine.pool.allocate(3)

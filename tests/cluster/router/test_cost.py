@@ -74,6 +74,8 @@ def test_the_holder_is_worth_a_short_wait() -> None:
     row.candidate.backlog.add("short", Prompt(20, 20, 0.005), 0.0)
     assert placed(router, ask())[1] == "p0"
     row.candidate.backlog.add("long", Prompt(1000, 1000, 1.0), 0.0)
+    assert placed(router, ask())[1] == "p0", "what is left of it is less than of those there"
+    row.candidate.backlog.add("next", Prompt(1, 1, 1.0), 0.0)
     assert placed(router, ask())[1] == "p1"
 
 

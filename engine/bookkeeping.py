@@ -1,0 +1,38 @@
+"""The books of a worker: its pool, and what of a sequence is computed. Knows no model and no torch.
+
+A worker's engine keeps them for its loop; a simulated worker keeps them alone.
+"""
+
+from collections.abc import Sequence as Seq
+
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence
+
+
+class Bookkeeping:
+    """One pool and the rules by which sequences use it. Owned by the worker's loop; plain functions."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, context_tokens: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_tokens = block_tokens
+        self.context_tokens = context_tokens
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    def num_held(self, sequence: Sequence) -> int:
+        """Return about how many of its leading tokens a sequence without blocks would not have to compute."""
+        return self.pool.depth(sequence.reusable_hashes(self.block_tokens)) * self.block_tokens
+
+    def num_below(self, hashes: Seq[bytes]) -> int:  # noqa: ARG002 - there is nothing below a pool alone
+        """Return how many of the leading `hashes` could be brought back from below the pool."""
+        return 0
+
+    def advance(self, sequence: Sequence, num_computed: int) -> None:
+        """Note that the first `num_computed` tokens have KV in the pool, computed or landed, and seal full blocks."""
+        assert sequence.num_computed <= num_computed <= sequence.num_tokens
+        first, end = sequence.num_computed // self.block_tokens, num_computed // self.block_tokens
+        if first < end:
+            self.pool.seal_all(sequence.block_table[first:end], sequence.hashes[first:end])
+        sequence.num_computed = num_computed
