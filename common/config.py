@@ -9,7 +9,7 @@ from pydantic import Field
 from common.config_doors import GatewayConfig, SecurityConfig
 from common.config_node import Count, Node, Positive, Seconds
 
-Transport = Literal["auto", "shm", "ucx", "tcp"]
+Transport = Literal["auto", "shm", "ucx", "tcp", "nccl"]
 
 DEMO_MODEL = "smollm2-135m-instruct"
 
@@ -118,8 +118,8 @@ class TransferConfig(Node):
     """KV transfer between workers."""
 
     transport: Transport = "auto"
-    """`auto`: shared memory on one host; between hosts UCX, or plain TCP where UCX cannot be used. Another value forces
-    that one or fails."""
+    """`auto`: NCCL between two GPUs; else shared memory on one host; between hosts UCX, or plain TCP where UCX cannot
+    be used. Another value forces that one or fails."""
     expected_mb_s: Annotated[float, Field(ge=0)] = 0.0
     """Slowest rate that the probe of a new connection may show, MB/s; 0: any."""
     on_slow: Literal["warn", "refuse"] = "warn"

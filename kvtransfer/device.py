@@ -23,6 +23,49 @@ class DeviceBuffer(Protocol):
         """Where they begin, as the device's kernels and other libraries in this process know it."""
         ...
 
+    def part(self, begin: int, num_bytes: int) -> "DeviceBuffer":
+        """Return some of the same bytes."""
+        ...
+
+
+class Communicator(Protocol):
+    """A way from one device to another, for one sender (rank 0) and one receiver (rank 1). Calls block.
+
+    Both ends name the same buffers' lengths in the same order; nothing else says what belongs to what.
+    """
+
+    def send(self, buffer: DeviceBuffer) -> None:
+        """Send all bytes; the buffer may be used again afterwards.
+
+        Raises:
+            TransferError: broken, or aborted; it cannot be used any more.
+        """
+        ...
+
+    def receive(self, buffer: DeviceBuffer) -> None:
+        """Fill the buffer; see `send`."""
+        ...
+
+    def abort(self) -> None:
+        """End whatever blocks, from any thread; nothing touches a buffer any more when that has raised."""
+        ...
+
+
+class Communicators(Protocol):
+    """Makes communicators."""
+
+    def new_id(self) -> bytes:
+        """Return what the other end needs to join. May take a while."""
+        ...
+
+    def join(self, name: bytes, rank: int) -> Communicator:
+        """Wait until both ranks are there; a wait for somebody who never comes cannot be ended.
+
+        Raises:
+            TransferError: it cannot be made.
+        """
+        ...
+
 
 class Device(Protocol):
     """One pool and the device it lies in. Calls return when their copies are done; threads may share it."""
@@ -30,6 +73,16 @@ class Device(Protocol):
     @property
     def num_bytes(self) -> int:
         """Of the pool."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Names the device in all of the world: a communicator needs two."""
+        ...
+
+    @property
+    def communicators(self) -> Communicators | None:
+        """The way to other devices; None: there is none."""
         ...
 
     def pinned(self, num_bytes: int) -> memoryview:

@@ -21,16 +21,18 @@ class Dialer:
     Args:
         transport: from the config; other than "auto", it is that one or an error.
         expectation: what a connection has to show.
-        host_id: of this process; shared memory needs the receiver's to be equal.
+        own: address of this endpoint: shared memory needs the receiver's host to be the same, NCCL another device.
         memfd: of the own pool; None: not shareable.
     """
 
-    def __init__(self, transport: Transport, expectation: Expectation, host_id: str, memfd: int | None) -> None:
+    def __init__(
+        self, transport: Transport, expectation: Expectation, own: transfer_pb2.TransferAddress, memfd: int | None
+    ) -> None:
         self.stations: dict[str, Station] = {}
         """Transports between hosts that can be used here, fastest first; set by the endpoint."""
         self._transport = transport
         self._expectation = expectation
-        self._host_id = host_id
+        self._own = own
         self._memfd = memfd
 
     async def dial(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
@@ -64,7 +66,7 @@ class Dialer:
         """Return a connection, and why it is not the one that belongs there ("": it is)."""
         slow = ""
         if self._transport in ("auto", "shm"):
-            is_near = address.host_id == self._host_id and address.shm_path
+            is_near = address.host_id == self._own.host_id and address.shm_path
             if is_near and (self._memfd is not None or self._transport == "shm"):
                 try:
                     return await self._dial_shm(address, greeter), ""
@@ -78,13 +80,15 @@ class Dialer:
         names = self._common(address)
         if not names:
             raise MismatchError(f"no transport in common with {address.worker_id}")
-        if not slow and self._transport == "auto" and names[0] != "ucx":
+        if not slow and self._transport == "auto" and names[0] == "tcp":
             slow = f"ucx cannot be used {'there' if 'ucx' in self.stations else 'here'}"
         return await self._dial_station(names[0], address, greeter), slow
 
     def _common(self, address: transfer_pb2.TransferAddress) -> list[str]:
         """Return the transports between hosts that both ends have, fastest first."""
-        ports = {"ucx": address.ucx_port, "tcp": address.tcp_port}
+        ports = _ports(address)
+        if address.device_id == self._own.device_id:
+            ports["nccl"] = 0
         return [name for name in self.stations if ports[name]]
 
     async def _dial_shm(self, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
@@ -104,9 +108,8 @@ class Dialer:
         return peer
 
     async def _dial_station(self, name: str, address: transfer_pb2.TransferAddress, greeter: Greeter) -> OutboundPeer:
-        port = address.ucx_port if name == "ucx" else address.tcp_port
         try:
-            sock = await sockets.connect(address.host, port)
+            sock = await sockets.connect(address.host, _ports(address)[name])
         except OSError as error:
             raise WorkerLostError(f"cannot reach {address.worker_id} at {address.host}: {error}") from error
         peer = OutboundPeer(address, greeter, sock, name)
@@ -120,3 +123,7 @@ class Dialer:
             peer.lose(WorkerLostError("the handshake failed"))
             raise
         return peer
+
+
+def _ports(address: transfer_pb2.TransferAddress) -> dict[str, int]:
+    return {"nccl": address.nccl_port, "ucx": address.ucx_port, "tcp": address.tcp_port}

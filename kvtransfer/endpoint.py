@@ -34,7 +34,7 @@ from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.store import BlockStore
-from kvtransfer.transports import shm, tcp, tcp_link
+from kvtransfer.transports import nccl, nccl_link, shm, tcp, tcp_link
 from kvtransfer.wire import PROTOCOL
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TransferEndpoint:
         self._receiver = Receiver(hello, self._pool, config, self._counters)
         greeter = Greeter(self._pool, hello, self._counters, config.inflight_bytes_max)
         expectation = Expectation(config.expected_mb_s * 1e6, config.on_slow == "refuse")
-        self._dialer = Dialer(config.transport, expectation, self.address.host_id, store.memfd)
+        self._dialer = Dialer(config.transport, expectation, self.address, store.memfd)
         self._sender = Sender(greeter, self._dialer, config.connect_timeout_s)
         self._closing = asyncio.Event()
         self._pinging = asyncio.create_task(self._ping())
@@ -135,6 +135,8 @@ class TransferEndpoint:
             )
             self._receiver.listen(door)
             self.address.shm_path = door.path
+        if transport in ("auto", "nccl"):
+            await self._open_nccl_door()
         if transport in ("auto", "ucx"):
             try:
                 await self._open_ucx_door()
@@ -155,6 +157,7 @@ class TransferEndpoint:
             shm=self.address.shm_path or None,
             ucx_port=self.address.ucx_port or None,
             tcp_port=self.address.tcp_port or None,
+            nccl_port=self.address.nccl_port or None,
         )
 
     async def _open_ucx_door(self) -> None:
@@ -166,6 +169,20 @@ class TransferEndpoint:
         door = ucx.UcxDoor(station, self.address.host, self._pool.host, self._threads)
         self._receiver.listen(door)
         self.address.ucx_port = door.port
+
+    async def _open_nccl_door(self) -> None:
+        device = self._store.device
+        if device is None or device.communicators is None:
+            if self._config.transport == nccl_link.NAME:
+                where = "in host memory" if device is None else "in a device without NCCL"
+                raise ConfigError(f"transport is nccl, but the pool lies {where}")
+            return
+        await asyncio.to_thread(device.communicators.new_id)  # the first one takes a while
+        station = nccl.NcclStation(device, device.communicators)
+        self._dialer.stations[nccl_link.NAME] = station
+        door = nccl.NcclDoor(station, self.address.host)
+        self._receiver.listen(door)
+        self.address.nccl_port, self.address.device_id = door.port, device.identity
 
     def _open_tcp_door(self) -> None:
         station = tcp.TcpStation(

@@ -11,18 +11,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.coverage import Coverage
-from kvtransfer.device import Device, DeviceBuffer
+from kvtransfer.device import Device
 from kvtransfer.interface import LandingReport, PushReport
 from kvtransfer.layout import BlockLayout
-from kvtransfer.pieces import Runs
 from kvtransfer.ticket import TicketTerms, make_ticket, read_ticket
 
 SMALL_LAYOUT = BlockLayout("fake", "float32", block_tokens=4, num_layers=3, num_kv_heads=2, head_dim=8)
@@ -54,91 +51,11 @@ class FakeBlockStore:
 
     def fill(self, block_id: int, seed: int) -> None:
         """Overwrite one block with bytes that differ between seeds and between places in the block."""
-        self.write(block_id, _pattern(self.layout.block_bytes, seed))
+        self.write(block_id, pattern(self.layout.block_bytes, seed))
 
 
-class FakeDeviceStore:
-    """A pool in a device that is none. Implements `BlockStore`: what transfers see of it goes through `FakeDevice`."""
-
-    def __init__(self, num_blocks: int = 16, layout: BlockLayout = SMALL_LAYOUT) -> None:
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self.buffer = memoryview(b"")
-        self.memfd: int | None = None
-        self._pool = np.zeros((num_blocks, layout.block_bytes), np.uint8)
-        self.device: Device | None = FakeDevice(self._pool.reshape(-1))
-
-    def block(self, block_id: int) -> bytes:
-        """Return the bytes of one block."""
-        return bytes(self._pool[block_id])
-
-    def write(self, block_id: int, data: bytes) -> None:
-        """Overwrite one block."""
-        self._pool[block_id] = np.frombuffer(data, np.uint8)
-
-    def fill(self, block_id: int, seed: int) -> None:
-        """Overwrite one block; see `FakeBlockStore.fill`."""
-        self.write(block_id, _pattern(self.layout.block_bytes, seed))
-
-
-class FakeDeviceBuffer(NamedTuple):
-    """Implements `DeviceBuffer` in ordinary memory."""
-
-    bytes: NDArray[np.uint8]
-
-    @property
-    def num_bytes(self) -> int:
-        """Length."""
-        return self.bytes.nbytes
-
-    @property
-    def address(self) -> int:
-        """Where they begin."""
-        return int(self.bytes.ctypes.data)
-
-
-class FakeDevice:
-    """Implements `Device` with numpy: says what the kernel has to do. Fresh memory holds no zeros."""
-
-    def __init__(self, pool: NDArray[np.uint8]) -> None:
-        self._pool = pool
-        self.num_bytes = pool.nbytes
-
-    def pinned(self, num_bytes: int) -> memoryview:
-        """Return ordinary memory."""
-        return np.full(num_bytes, 0xA5, np.uint8).data
-
-    def buffer(self, num_bytes: int) -> FakeDeviceBuffer:
-        """Return ordinary memory."""
-        return FakeDeviceBuffer(np.full(num_bytes, 0x5A, np.uint8))
-
-    def gather(self, runs: Runs, target: DeviceBuffer) -> None:
-        """See `Device.gather`."""
-        assert isinstance(target, FakeDeviceBuffer)
-        _copy(self._pool, target.bytes, runs)
-
-    def scatter(self, source: DeviceBuffer, runs: Runs) -> None:
-        """See `Device.scatter`."""
-        assert isinstance(source, FakeDeviceBuffer)
-        _copy(source.bytes, self._pool, runs)
-
-    def download(self, source: DeviceBuffer, target: memoryview) -> None:
-        """See `Device.download`."""
-        assert isinstance(source, FakeDeviceBuffer)
-        np.asarray(target)[:] = source.bytes
-
-    def upload(self, source: memoryview, target: DeviceBuffer) -> None:
-        """See `Device.upload`."""
-        assert isinstance(target, FakeDeviceBuffer)
-        target.bytes[:] = np.asarray(source)
-
-
-def _copy(source: NDArray[np.uint8], target: NDArray[np.uint8], runs: Runs) -> None:
-    for run in runs:
-        target[run.target : run.target + run.num_bytes] = source[run.source : run.source + run.num_bytes]
-
-
-def _pattern(num_bytes: int, seed: int) -> bytes:
+def pattern(num_bytes: int, seed: int) -> bytes:
+    """Return bytes that differ between seeds and between places."""
     place = np.arange(num_bytes)
     return (seed * 31 + place * 7 + place // 251).astype(np.uint8).tobytes()
 

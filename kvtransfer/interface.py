@@ -60,7 +60,7 @@ class Push(Protocol):
 
     @property
     def transport(self) -> str:
-        """How the bytes travel: "shm", "ucx" (or "fake")."""
+        """How the bytes travel: "shm", "ucx", "tcp", "nccl" (or "fake")."""
         ...
 
     def announce(self, first: int, block_ids: Sequence[int], layers: range | None = None) -> None:

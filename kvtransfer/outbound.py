@@ -58,8 +58,8 @@ class OutboundPeer:
         self._queue: deque[tuple[BlockPush, Piece]] = deque()
         self._inflight_bytes = 0
         self._window_bytes = greeter.inflight_bytes_max
-        self._has_messages = False
-        """Whether each piece travels as one message, because one of the pools lies in a device."""
+        self._is_in_device = False
+        """Whether one of the pools is."""
         self._piece_bytes_max = PIECE_BYTES_MAX
         self._is_pumping = False
         self._loop = asyncio.get_running_loop()
@@ -95,7 +95,7 @@ class OutboundPeer:
         require_equal(self._greeter.pool.layout, BlockLayout.from_pb(hello.layout))
         if (hello.worker_id, hello.generation) != (self._address.worker_id, self._address.generation):
             raise TransferError(f"the ticket is of an earlier life of {self._address.worker_id}, or of another worker")
-        self._has_messages = hello.in_device or self._greeter.hello.in_device
+        self._is_in_device = hello.in_device or self._greeter.hello.in_device
         if hello.window_bytes:
             self._window_bytes = min(self._window_bytes, hello.window_bytes)
         return hello.extra
@@ -222,7 +222,8 @@ class OutboundPeer:
                 link_bytes_per_s=self._choice.link_rate,
             )  # fmt: skip
             self._codec = codec
-        if codec == RAW and not terms.sealed and not self._has_messages:
+        has_runs = self._link.takes_devices or not self._is_in_device
+        if codec == RAW and not terms.sealed and has_runs:
             return None
         seal = Seal(terms.transfer_id, terms.secret) if terms.sealed else None
         return Coding(CODECS[codec], seal, terms.checksum and seal is None)

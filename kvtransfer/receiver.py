@@ -250,7 +250,8 @@ class InboundPeer:
         greeting = self._greet(hello)
         self.worker_id = hello.worker_id
         self.num_blocks = hello.num_blocks
-        self.has_messages = hello.in_device or self._receiver.hello.in_device
+        is_in_device = hello.in_device or self._receiver.hello.in_device
+        self.has_messages = is_in_device and not greeting.link.takes_devices
         self._link = greeting.link
         self._is_up = greeting.is_up
         answer = transfer_pb2.Hello()

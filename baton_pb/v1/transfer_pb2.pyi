@@ -73,6 +73,8 @@ class TransferAddress(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     UCX_PORT_FIELD_NUMBER: _builtins.int
     TCP_PORT_FIELD_NUMBER: _builtins.int
+    NCCL_PORT_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     host_id: _builtins.str
     """Differs between hosts and between boots of one host: shared memory needs it equal."""
@@ -85,6 +87,10 @@ class TransferAddress(_message.Message):
     """Control port of the ucx transport; 0: not offered."""
     tcp_port: _builtins.int
     """Port of the plain TCP transport; 0: not offered."""
+    nccl_port: _builtins.int
+    """Control port of the nccl transport; 0: not offered."""
+    device_id: _builtins.str
+    """Of the device that the pool lies in, if nccl is offered: it does not lead from a device to itself."""
     def __init__(
         self,
         *,
@@ -95,10 +101,12 @@ class TransferAddress(_message.Message):
         host: _builtins.str = ...,
         ucx_port: _builtins.int = ...,
         tcp_port: _builtins.int = ...,
+        nccl_port: _builtins.int = ...,
+        device_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "host", b"host", "host_id", b"host_id", "shm_path", b"shm_path", "tcp_port", b"tcp_port", "ucx_port", b"ucx_port", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "generation", b"generation", "host", b"host", "host_id", b"host_id", "nccl_port", b"nccl_port", "shm_path", b"shm_path", "tcp_port", b"tcp_port", "ucx_port", b"ucx_port", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,23 +1,43 @@
 """A pool in the memory of an NVIDIA GPU, by CuPy, whose context is the one that torch uses too."""
 
+import importlib
+import logging
 import threading
 from typing import Any
 
 import cupy
 import numpy as np
 
+from common.logs import log
 from kvtransfer.cuda.kernel import NAME, OPTIONS, SOURCE, THREADS, Launch
-from kvtransfer.device import DeviceBuffer
+from kvtransfer.device import Communicators, DeviceBuffer
 from kvtransfer.pieces import Runs
+
+logger = logging.getLogger(__name__)
 
 
 class CudaBuffer:
     """Implements `DeviceBuffer` out of CuPy's memory pool, which keeps what is given back."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.array: Any = cupy.empty(num_bytes, dtype=cupy.uint8)
-        self.address = int(self.array.data.ptr)
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.num_bytes = int(array.nbytes)
+        self.address = int(array.data.ptr)
+
+    def part(self, begin: int, num_bytes: int) -> "CudaBuffer":
+        """See `DeviceBuffer.part`."""
+        return CudaBuffer(self.array[begin : begin + num_bytes])
+
+
+def _communicators(gpu: Any) -> Communicators | None:
+    """Return NCCL, or None where CuPy does not find it."""
+    try:
+        module = importlib.import_module("kvtransfer.cuda.communicator")
+    except ImportError as error:
+        log(logger, logging.WARNING, f"SLOW PATH: no NCCL, KV goes from GPU to GPU through host memory: {error}")
+        return None
+    communicators: Communicators = module.CudaCommunicators(gpu)
+    return communicators
 
 
 class CudaDevice:
@@ -40,6 +60,8 @@ class CudaDevice:
         self._address = address
         self._gpu = cupy.cuda.Device(index)
         self._own = threading.local()
+        self.identity: str = bytes(cupy.cuda.runtime.getDeviceProperties(index)["uuid"]).hex()
+        self.communicators: Communicators | None = _communicators(self._gpu)
         with self._gpu:
             self._copy: Any = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS).get_function(NAME)
 
@@ -52,7 +74,7 @@ class CudaDevice:
     def buffer(self, num_bytes: int) -> CudaBuffer:
         """See `Device.buffer`."""
         with self._gpu, self.stream():
-            return CudaBuffer(num_bytes)
+            return CudaBuffer(cupy.empty(num_bytes, dtype=cupy.uint8))
 
     def gather(self, runs: Runs, target: DeviceBuffer) -> None:
         """See `Device.gather`."""

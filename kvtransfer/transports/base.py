@@ -51,6 +51,11 @@ class OutboundLink(Protocol):
         ...
 
     @property
+    def takes_devices(self) -> bool:
+        """Whether runs are those of pools in devices, both; else what concerns such a pool travels as messages."""
+        ...
+
+    @property
     def byte_sender(self) -> ByteSender | None:
         """The means to carry coded bytes; None: the receiver reads the pool itself, where coding saves nothing."""
         ...
@@ -115,6 +120,11 @@ class InboundLink(Protocol):
     @property
     def has_checksums(self) -> bool:
         """Whether pieces are verified where the ticket asks for it; both ends of a link say the same."""
+        ...
+
+    @property
+    def takes_devices(self) -> bool:
+        """Whether runs are those of pools in devices, both; else what concerns such a pool travels as messages."""
         ...
 
     @property

@@ -133,6 +133,7 @@ class ShmOutbound:
 
     name = NAME
     byte_sender = None
+    takes_devices = False
 
     def __init__(self, extra: bytes) -> None:
         self.has_checksums = extra == CHECKSUMS
@@ -156,6 +157,7 @@ class ShmInbound:
 
     name = NAME
     byte_receiver = None
+    takes_devices = False
 
     def __init__(self, source: Memory, target: Memory, threads: Executor, has_checksums: bool) -> None:
         self.has_checksums = has_checksums

@@ -35,6 +35,7 @@ class TcpOutbound:
 
     name = NAME
     has_checksums = True
+    takes_devices = False
 
     def __init__(self, sock: socket.socket, memory: Memory, token: bytes) -> None:
         self.on_closed: Callable[[], object] = lambda: None
@@ -149,6 +150,7 @@ class TcpInbound:
 
     name = NAME
     has_checksums = True
+    takes_devices = False
 
     def __init__(self, target: Memory, threads: Executor, owner: LinkOwner) -> None:
         self.on_closed: Callable[[], object] = lambda: None

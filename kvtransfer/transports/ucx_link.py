@@ -28,6 +28,7 @@ class UcxLink:
 
     name = NAME
     has_checksums = True
+    takes_devices = False
 
     def __init__(self, driver: UcxDriver) -> None:
         self.on_closed: Callable[[], object] = lambda: None

@@ -13,7 +13,8 @@ from engine.cache_log import CacheTier
 from engine.disk_tier import DiskTier
 from engine.tiers import BlockTiers
 from kvtransfer.codecs.registry import CODECS
-from kvtransfer.fake import FakeBlockStore, FakeDeviceStore
+from kvtransfer.fake import FakeBlockStore
+from kvtransfer.fake_device import FakeDeviceStore
 
 Store = FakeBlockStore | FakeDeviceStore
 LIMIT_S = 10.0

@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.activity import Stop
 from kvtransfer.device import DeviceMemory
-from kvtransfer.fake import FakeDeviceStore
+from kvtransfer.fake_device import FakeDeviceStore
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import block_bytes_of
 from kvtransfer.pieces import Piece, Run, Runs, runs_of

@@ -9,7 +9,8 @@ import pytest
 
 from common.config import TransferConfig
 from kvtransfer.endpoint import TransferEndpoint
-from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeDeviceStore, FakeNetwork
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeNetwork
+from kvtransfer.fake_device import FakeCommunicators, FakeDeviceStore
 from kvtransfer.interface import Endpoint
 from kvtransfer.layout import BlockLayout
 from tests.gpu.needs import require_gpu
@@ -27,7 +28,7 @@ PLACES: dict[str, tuple[type[Store], type[Store]]] = {
 }
 """Where the two pools lie."""
 IN_DEVICES = [
-    *("tcp in a device", "ucx in a device"),
+    *("tcp in a device", "ucx in a device", "nccl in a device"),
     *(pytest.param(f"{wire} in a GPU", marks=pytest.mark.gpu) for wire in ("tcp", "ucx")),
 ]
 
@@ -46,6 +47,13 @@ MakePair = Callable[..., AbstractAsyncContextManager[Pair]]
 Run = Callable[[Callable[[Pair], object]], None]
 
 
+def _stores(transport: str, place: str, num_blocks: int, layout: BlockLayout) -> list[Store]:
+    if (transport, place) == ("nccl", "in a device"):
+        communicators = FakeCommunicators()
+        return [FakeDeviceStore(num_blocks, layout, communicators) for _ in range(2)]
+    return [kind(num_blocks, layout) for kind in PLACES[place]]
+
+
 @asynccontextmanager
 async def _pair(
     transport: str, num_blocks: int = 16, layout: BlockLayout = SMALL_LAYOUT, **settings: object
@@ -53,7 +61,7 @@ async def _pair(
     if transport.endswith("GPU"):
         require_gpu()
     transport, _, place = transport.partition(" ")
-    source, target = (kind(num_blocks, layout) for kind in PLACES[place])
+    source, target = _stores(transport, place, num_blocks, layout)
     for block in range(num_blocks):
         source.fill(block, block + 1)
     sender: Endpoint
@@ -81,7 +89,16 @@ def make_pair(request: pytest.FixtureRequest) -> MakePair:
     return lambda **settings: _pair(request.param, **settings)
 
 
-@pytest.fixture(params=["shm", "ucx", "tcp", "tcp in a device", pytest.param("tcp in a GPU", marks=pytest.mark.gpu)])
+REAL = ["shm", "ucx", "tcp", "tcp in a device", pytest.param("tcp in a GPU", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=[*REAL, "nccl in a device"])
+def make_steady_pair(request: pytest.FixtureRequest) -> MakePair:
+    """Make pairs over each real transport, whose pools stay what they are: nccl leads to no other kind."""
+    return lambda **settings: _pair(request.param, **settings)
+
+
+@pytest.fixture(params=REAL)
 def make_real_pair(request: pytest.FixtureRequest) -> MakePair:
     """Make pairs over each real transport."""
     return lambda **settings: _pair(request.param, **settings)

@@ -86,6 +86,7 @@ class FaultyOutbound:
 
     name = NAME
     has_checksums = True
+    takes_devices = False
 
     def __init__(self, wire: Wire, memory: Memory) -> None:
         self._wire = wire
@@ -113,6 +114,7 @@ class FaultyInbound:
 
     name = NAME
     has_checksums = True
+    takes_devices = False
 
     def __init__(self, wire: Wire, memory: Memory) -> None:
         self._wire = wire

@@ -80,9 +80,9 @@ def test_every_codec_carries_blocks_by_layers(mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_codecs_and_seals_work_over_every_transport(make_real_pair: Any, mode: dict[str, Any]) -> None:
+def test_codecs_and_seals_work_over_every_transport(make_steady_pair: Any, mode: dict[str, Any]) -> None:
     async def test() -> None:
-        async with make_real_pair(**mode) as pair:
+        async with make_steady_pair(**mode) as pair:
             rng = np.random.default_rng(1)
             for block in range(16):
                 pair.source.write(block, rng.normal(size=SMALL_LAYOUT.block_bytes // 4).astype(np.float32).tobytes())

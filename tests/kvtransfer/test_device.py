@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from common.config import TransferConfig
-from common.errors import ConfigError, TransferError
+from common.errors import BatonError, ConfigError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
 from kvtransfer.device import DeviceMemory
 from kvtransfer.endpoint import TransferEndpoint
-from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeDeviceStore
+from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+from kvtransfer.fake_device import FakeCommunicators, FakeDeviceStore
 from kvtransfer.memory import block_bytes_of
 from kvtransfer.pieces import Run, Runs
+from kvtransfer.transports.nccl_link import NcclInbound, NcclOutbound
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
 Store = FakeBlockStore | FakeDeviceStore
@@ -108,3 +110,148 @@ def test_what_is_not_wanted_any_more_does_not_reach_the_pool() -> None:
         memory.gather(Runs.of([Run(0, 0, size)]), memoryview(bytearray(size)), stop)
 
     assert not any(store.block(0))
+
+
+def test_auto_takes_nccl_between_two_devices_but_not_from_one_to_itself() -> None:
+    async def test() -> None:
+        communicators = FakeCommunicators()
+        stores = [FakeDeviceStore(communicators=communicators) for _ in range(2)]
+        for number, is_same in enumerate([False, True]):
+            ends = [
+                await TransferEndpoint.start(f"{name}-{number}", "127.0.0.1", store, TransferConfig())
+                for name, store in zip(("sender", "receiver"), stores, strict=True)
+            ]
+            sender, receiver = ends
+            if is_same:
+                receiver.address.device_id = sender.address.device_id
+            try:
+                async with asyncio.timeout(20):
+                    landing = receiver.grant([1], 0)
+                    push = await sender.open_push(landing.ticket)
+                    push.announce(0, [2])
+                    assert (await push.finish()).transport == ("ucx" if is_same else "nccl")
+                    await landing.landed()
+            finally:
+                for end in ends:
+                    await end.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("kind", "words"), [(FakeBlockStore, "host memory"), (FakeDeviceStore, "without NCCL")])
+def test_nccl_is_refused_where_there_is_none(kind: type[Store], words: str) -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match=words):
+            await TransferEndpoint.start("sender", "127.0.0.1", kind(), TransferConfig(transport="nccl"))
+
+    asyncio.run(test())
+
+
+def test_a_receiver_whose_communicator_fails_is_lost_and_its_blocks_come_back() -> None:
+    async def test() -> None:
+        communicators = FakeCommunicators()
+        stores = [FakeDeviceStore(communicators=communicators) for _ in range(2)]
+        config = TransferConfig(transport="nccl")
+        sender = await TransferEndpoint.start("sender", "127.0.0.1", stores[0], config)
+        receiver = await TransferEndpoint.start("receiver", "127.0.0.1", stores[1], config)
+        try:
+            async with asyncio.timeout(20):
+                landing = receiver.grant([1, 2], 0)
+                push = await sender.open_push(landing.ticket)
+                communicators.abort_all()
+                push.announce(0, [3, 4])
+
+                with pytest.raises(WorkerLostError):
+                    await push.finish()
+                with pytest.raises(TransferError):
+                    await landing.landed()
+                await push.abort("failed")
+                await landing.abort("failed")
+                assert sender.num_active == receiver.num_active == 0
+
+                again = receiver.grant([1], 0)  # over a new communicator
+                push = await sender.open_push(again.ticket)
+                push.announce(0, [3])
+                await asyncio.gather(push.finish(), again.landed())
+        finally:
+            await sender.close()
+            await receiver.close()
+        assert stores[1].block(1) == stores[0].block(3)
+
+    asyncio.run(test())
+
+
+class Owner:
+    """A control connection that only notes what its link says."""
+
+    def __init__(self) -> None:
+        self.up = asyncio.Event()
+        self.lost: list[BatonError] = []
+
+    def link_is_up(self) -> None:
+        self.up.set()
+
+    def lose(self, error: BatonError) -> None:
+        self.lost.append(error)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_message_under_another_tag_breaks_the_nccl_link_and_is_not_written(is_wanted: bool) -> None:
+    async def test() -> None:
+        communicators, owner = FakeCommunicators(), Owner()
+        source, target = FakeDeviceStore(), FakeDeviceStore()
+        source.fill(0, 3)
+        assert source.device is not None
+        assert target.device is not None
+        name = communicators.new_id()
+        inbound = NcclInbound(target.device, communicators, name, owner)
+        outbound = NcclOutbound(source.device, communicators, name)
+        runs = Runs.of([Run(0, 0, SMALL_LAYOUT.block_bytes)])
+        async with asyncio.timeout(20):
+            await owner.up.wait()
+            _, digest = await asyncio.gather(outbound.send(runs, 6), inbound.receive(runs, 6, True, Stop()))
+            assert (digest, target.block(0)) == (None, source.block(0))
+            target.write(0, bytes(SMALL_LAYOUT.block_bytes))
+
+            outbound.send(runs, 7)
+            if is_wanted:
+                with pytest.raises(TransferError, match="not announced next"):
+                    await inbound.receive(runs, 8, True, Stop())
+            else:
+                inbound.discard(runs, 8)
+
+            for link in (inbound, outbound):
+                await inbound.lane.ended
+                link.close()
+                await link.lane.ended
+        assert len(owner.lost) == 1
+        assert not any(target.block(0))
+
+    asyncio.run(test())
+
+
+def test_a_transfer_given_up_half_way_costs_no_communicator() -> None:
+    async def test() -> None:
+        communicators = FakeCommunicators()
+        stores = [FakeDeviceStore(communicators=communicators) for _ in range(2)]
+        config = TransferConfig(transport="nccl")
+        sender = await TransferEndpoint.start("sender", "127.0.0.1", stores[0], config)
+        receiver = await TransferEndpoint.start("receiver", "127.0.0.1", stores[1], config)
+        try:
+            for turn in range(12):
+                async with asyncio.timeout(20):
+                    landing = receiver.grant([1, 2], 0)
+                    push = await sender.open_push(landing.ticket)
+                    push.announce(0, [3, 4])
+                    for _ in range(turn):
+                        await asyncio.sleep(0)
+                    await landing.abort("changed its mind")
+                    with pytest.raises(TransferError):
+                        await push.finish()
+                    await push.abort("so be it")
+        finally:
+            await sender.close()
+            await receiver.close()
+        assert communicators.num_joined == 1
+
+    asyncio.run(test())

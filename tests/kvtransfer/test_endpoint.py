@@ -241,9 +241,9 @@ def test_connecting_and_closing_over_and_over_leaves_no_descriptor(make_real_pai
     asyncio.run(test())
 
 
-def test_a_small_window_slows_but_completes(make_real_pair: MakePair) -> None:
+def test_a_small_window_slows_but_completes(make_steady_pair: MakePair) -> None:
     async def test() -> None:
-        async with asyncio.timeout(20), make_real_pair(inflight_bytes_max=2 * BLOCK_BYTES) as pair:
+        async with asyncio.timeout(20), make_steady_pair(inflight_bytes_max=2 * BLOCK_BYTES) as pair:
             landing = pair.receiver.grant(list(range(16)), 0)
             push = await pair.sender.open_push(landing.ticket)
             for block in range(16):
@@ -255,13 +255,13 @@ def test_a_small_window_slows_but_completes(make_real_pair: MakePair) -> None:
     asyncio.run(test())
 
 
-def test_a_prompt_of_128k_tokens_moves_by_chunks_and_layers(make_real_pair: MakePair) -> None:
+def test_a_prompt_of_128k_tokens_moves_by_chunks_and_layers(make_steady_pair: MakePair) -> None:
     """8,192 blocks of 16 tokens: thousands of blocks in a frame, block tables in any order."""
 
     async def test() -> None:
         layout = SMALL_LAYOUT._replace(block_tokens=16)
         count = 128 * 1024 // layout.block_tokens
-        async with asyncio.timeout(60), make_real_pair(num_blocks=count, layout=layout) as pair:
+        async with asyncio.timeout(60), make_steady_pair(num_blocks=count, layout=layout) as pair:
             targets = [(block * 5 + 3) % count for block in range(count)]
             sources = [(block * 7 + 1) % count for block in range(count)]
             landing = pair.receiver.grant(targets, 0)
@@ -277,9 +277,9 @@ def test_a_prompt_of_128k_tokens_moves_by_chunks_and_layers(make_real_pair: Make
     asyncio.run(test())
 
 
-def test_aborted_pushes_give_their_window_back(make_real_pair: MakePair) -> None:
+def test_aborted_pushes_give_their_window_back(make_steady_pair: MakePair) -> None:
     async def test() -> None:
-        async with asyncio.timeout(20), make_real_pair(inflight_bytes_max=2 * BLOCK_BYTES) as pair:
+        async with asyncio.timeout(20), make_steady_pair(inflight_bytes_max=2 * BLOCK_BYTES) as pair:
             for yields in range(12):
                 landing = pair.receiver.grant([1, 2], 0)
                 push = await pair.sender.open_push(landing.ticket)
@@ -415,9 +415,9 @@ def test_a_stranger_on_the_ucx_ports_disturbs_nobody() -> None:
     asyncio.run(test())
 
 
-def test_a_burst_of_transfers_with_random_aborts_fails_nothing_else(make_real_pair: MakePair) -> None:
+def test_a_burst_of_transfers_with_random_aborts_fails_nothing_else(make_steady_pair: MakePair) -> None:
     async def test() -> None:
-        async with asyncio.timeout(60), make_real_pair(num_blocks=200, lease_s=30.0) as pair:
+        async with asyncio.timeout(60), make_steady_pair(num_blocks=200, lease_s=30.0) as pair:
             rng = random.Random(3)
 
             async def one(block: int) -> None:
@@ -447,9 +447,9 @@ LARGE_LAYOUT = SMALL_LAYOUT._replace(num_layers=4, block_tokens=32, head_dim=128
 
 
 @pytest.mark.parametrize("by_sender", [False, True])
-def test_large_pieces_may_be_aborted_at_any_moment(make_real_pair: MakePair, by_sender: bool) -> None:
+def test_large_pieces_may_be_aborted_at_any_moment(make_steady_pair: MakePair, by_sender: bool) -> None:
     async def test() -> None:
-        async with asyncio.timeout(20), make_real_pair(num_blocks=8, layout=LARGE_LAYOUT) as pair:
+        async with asyncio.timeout(20), make_steady_pair(num_blocks=8, layout=LARGE_LAYOUT) as pair:
             foreign = bytes([0xEE]) * LARGE_LAYOUT.block_bytes
             for yields in (0, 1, 2, 4, 8, 12, 16, 24, 32, 48):
                 landing = pair.receiver.grant(list(range(6)), 0)

@@ -12,7 +12,7 @@ from engine.kv_cache import KVCache, KVMemory
 from engine.model_runner import ModelRunner
 from engine.step import Limits
 from kvtransfer.device import Device
-from kvtransfer.fake import FakeDevice
+from kvtransfer.fake_device import FakeDevice
 from kvtransfer.layout import BlockLayout
 
 CPU = torch.device("cpu")

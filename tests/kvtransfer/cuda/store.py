@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.device import Device
-from kvtransfer.fake import SMALL_LAYOUT, FakeDeviceStore
+from kvtransfer.fake import SMALL_LAYOUT
+from kvtransfer.fake_device import FakeDeviceStore
 from kvtransfer.layout import BlockLayout
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.compiling import compiled
 from kvtransfer.cuda.kernel import NAME, OPTIONS, SOURCE, THREADS, Launch
-from kvtransfer.fake import FakeDevice
+from kvtransfer.fake_device import FakeDevice
 from kvtransfer.layout import BlockLayout
 from kvtransfer.pieces import Piece, Run, Runs, runs_of
 
