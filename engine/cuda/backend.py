@@ -71,7 +71,7 @@ class CudaBackend:
     def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
         """Return [R, vocab_tokens] fp32 logits on the device; see engine.backend.Backend.
 
-        Without logits to wait for, it returns when the GPU is done: KV is final after a step.
+        Returns when the GPU is done: transfers and tiers may read the step's KV, on streams of their own.
         """
         assert self._pool is not None, "attach comes first"
         assert self._steps is not None
@@ -79,7 +79,7 @@ class CudaBackend:
             logits = self._steps.run(batch)
         else:
             logits = self._ragged(batch, self._pool, watch)
-        if self._device.type == "cuda" and not logits.shape[0]:
+        if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return logits.float()
 

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 import cupy
@@ -13,6 +14,7 @@ from kvtransfer.cuda.kernel import NAME, OPTIONS, SOURCE, THREADS, Launch
 from kvtransfer.device import Communicators, DeviceBuffer
 from kvtransfer.pieces import Runs
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 logger = logging.getLogger(__name__)
 
 
@@ -60,7 +62,7 @@ class CudaDevice:
         self._address = address
         self._gpu = cupy.cuda.Device(index)
         self._own = threading.local()
-        self.identity: str = bytes(cupy.cuda.runtime.getDeviceProperties(index)["uuid"]).hex()
+        self.identity = f"{BOOT_ID.read_text().strip()}/{self._gpu.pci_bus_id}"
         self.communicators: Communicators | None = _communicators(self._gpu)
         with self._gpu:
             self._copy: Any = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS).get_function(NAME)
@@ -104,7 +106,9 @@ class CudaDevice:
     def _launch(self, source: int, target: int, runs: Runs) -> None:
         with self._gpu, self.stream() as stream:
             table = cupy.asarray(runs.table)
-            self._copy(Launch.of(runs), (THREADS,), (source, target, table, np.int32(len(runs))))
+            grid = Launch.of(runs)
+            # CuPy takes plain tuples only; a Python int is passed as 64 bits, which is what an address is.
+            self._copy((grid.grid_x, grid.grid_y), (THREADS,), (source, target, table, np.int32(len(runs))))
             stream.synchronize()
 
     def _copy_bytes(self, target: int, source: int, num_bytes: int, direction: str) -> None:

@@ -11,9 +11,9 @@ from kvtransfer.layout import BlockLayout
 
 
 class CudaStore:
-    """Implements `BlockStore` on the first GPU."""
+    """Implements `BlockStore` on a GPU."""
 
-    def __init__(self, num_blocks: int = 16, layout: BlockLayout = SMALL_LAYOUT) -> None:
+    def __init__(self, num_blocks: int = 16, layout: BlockLayout = SMALL_LAYOUT, index: int = 0) -> None:
         import cupy
 
         from kvtransfer.cuda.device import CudaDevice
@@ -22,8 +22,10 @@ class CudaStore:
         self.num_blocks = num_blocks
         self.buffer = memoryview(b"")
         self.memfd: int | None = None
-        self._pool: Any = cupy.zeros((num_blocks, layout.block_bytes), cupy.uint8)
-        self.device: Device | None = CudaDevice(int(self._pool.data.ptr), self._pool.nbytes, 0)
+        with cupy.cuda.Device(index):
+            self._pool: Any = cupy.zeros((num_blocks, layout.block_bytes), cupy.uint8)
+            cupy.cuda.runtime.deviceSynchronize()  # the device's own streams do not wait for this one
+        self.device: Device | None = CudaDevice(int(self._pool.data.ptr), self._pool.nbytes, index)
 
     def block(self, block_id: int) -> bytes:
         """Return the bytes of one block."""
