@@ -9,6 +9,7 @@ NCCL does not authenticate: it belongs on a private network.
 """
 
 import asyncio
+import logging
 import socket
 from concurrent.futures import Executor
 
@@ -20,7 +21,11 @@ from kvtransfer.transports import sockets
 from kvtransfer.transports.base import Greeting, LinkOwner
 from kvtransfer.transports.nccl_link import NAME, NcclInbound, NcclLink, NcclOutbound
 
+logger = logging.getLogger(__name__)
+
 ID_BYTES = 128
+CLOSE_PATIENCE_S = 15.0
+"""Three times what an abort waits before it insists."""
 
 
 class NcclStation:
@@ -53,12 +58,14 @@ class NcclStation:
         return link
 
     async def close(self) -> None:
-        """Abort every communicator, and return when no thread uses a buffer of ours."""
+        """Abort every communicator, and return when no thread uses a buffer of ours; or when an abort hangs."""
         links = list(self._links)
         for link in links:
             link.close()
         if links:
-            await asyncio.wait([link.lane.ended for link in links])
+            _, hanging = await asyncio.wait([link.lane.ended for link in links], timeout=CLOSE_PATIENCE_S)
+            if hanging:
+                logger.error("%d nccl links do not end: their blocks may still be written to", len(hanging))
 
 
 class NcclDoor:
