@@ -15,6 +15,8 @@ from kvtransfer.interface import Landing, Push
 HOST = "127.0.0.1"
 STORM_TRANSFERS = 1000
 STORM_ABORTED = 0.2
+LAYERS_TOGETHER, LAYER_S = 4, 0.002
+"""How a prefill worker pushes the last chunk of a prompt: in such groups, as they are computed."""
 PLAIN = "plain"
 """In the option, after the transport: without checksums."""
 
@@ -50,18 +52,28 @@ class Ours:
             await self._push_storm(order["storm"])
             return
         push = await self._endpoint.open_push(_ticket(order["ticket"]))
-        if order["by_layer"]:
-            for layer in range(self._side.work.layout.num_layers):
-                push.announce(0, self._side.blocks, range(layer, layer + 1))
+        if step := order["layers_together"]:
+            num_layers = self._side.work.layout.num_layers
+            for begin in range(0, num_layers, step):
+                await asyncio.sleep(order["layer_s"] * step)
+                push.announce(0, self._side.blocks, range(begin, min(begin + step, num_layers)))
         else:
             push.announce(0, self._side.blocks)
         await push.finish()
 
     async def fetch(self, by_layer: bool) -> None:
         """Grant a ticket and wait until it has landed."""
+        await self._fetch(1 if by_layer else 0, 0.0)
+
+    async def stream(self) -> None:
+        """Do the same while the sender announces layers at the pace of a forward pass, as a prefill worker does."""
+        await self._fetch(LAYERS_TOGETHER, LAYER_S)
+
+    async def _fetch(self, layers_together: int, layer_s: float) -> None:
         begun = time.perf_counter()
         landing = self._endpoint.grant(self._side.blocks, 0)
-        self._side.link.send({"ticket": landing.ticket.SerializeToString().hex(), "by_layer": by_layer})
+        ticket = landing.ticket.SerializeToString().hex()
+        self._side.link.send({"ticket": ticket, "layers_together": layers_together, "layer_s": layer_s})
         report = await landing.landed()
         asking = time.perf_counter() - begun - report.seconds
         self.parts = {"asking": asking, "moving": report.moving_s, "messages": report.seconds - report.moving_s}

@@ -70,6 +70,9 @@ async def measured(side: Side, contender: Contender, order: Any) -> dict[str, An
     if order == "storm":
         assert isinstance(contender, Ours)
         result = await contender.storm()
+    elif order == "streamed":
+        assert isinstance(contender, Ours)
+        await contender.stream()
     else:
         await contender.fetch(order == "layers")
         result = {"parts": contender.parts} if isinstance(contender, Ours) else {}

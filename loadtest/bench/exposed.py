@@ -18,7 +18,7 @@ from loadtest.bench.common import BenchRow, Repeated, publish
 from loadtest.bench.exposed_pair import PairSettings, Sample
 from loadtest.bench.network import LinkShape, TwoHosts, why_no_hosts
 
-LENGTHS = (128, 512, 1024, 4096)
+LENGTHS = (128, 512, 1024, 2048, 4096)
 GOAL_TOKENS = 1024
 GOALS = {"shm": 2.0, "ucx": 5.0, "tcp": 5.0}
 """Exposed / prefill at `GOAL_TOKENS`, percent."""
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--links", default=",".join(LINKS), help=f"transport, or transport/{'|'.join(SHAPES)}")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="tokens of the prompts")
-    parser.add_argument("--rounds", type=int, default=5, help="prompts of each length on each link")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each length on each link")
     parser.add_argument("--set", action="append", default=[], help="a setting of both workers, a.b=c")
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]

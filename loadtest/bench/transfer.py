@@ -35,10 +35,18 @@ from loadtest.bench.pairs import (
     measure,
 )
 
+ALL_WORK = ["demo", "8b", "streamed", "packing", "storm"]
 TITLES = {"demo": "23.6 MB", "8b": "134 MB"}
 ORDERS = {"whole": "whole", "layers": "by layer"}
 OURS = (OURS_SHM, OURS_UCX, OURS_TCP)
 LIMITS = (COPY, MEMCPY, RAW_TCP, SUMMED_TCP)
+CPU_GOALS = (
+    # means, end, most ms a 23.6 MB KV; a sender that is read from has messages to write and nothing else
+    (OURS_SHM, "receiver", 10.0),
+    (OURS_SHM, "sender", 3.0),
+    (OURS_UCX, "sender", 20.0),
+    (OURS_TCP, "sender", 20.0),
+)
 SHM_LIMIT, NIXL_FACTOR, TCP_LIMIT, PACKING_SHARE, FAIR_FACTOR = 1.15, 2.5, 1.1, 0.9, 2.0
 
 Results = dict[tuple[str, str], Samples]
@@ -47,7 +55,7 @@ Results = dict[tuple[str, str], Samples]
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of each transfer, interleaved.")] = 9,
     only: Annotated[list[str], typer.Option(help="Measure these means only, by the begin of their names.")] = [],  # noqa: B006
-    work: Annotated[list[str], typer.Option(help="Of: demo, 8b, packing, storm.")] = ["demo", "8b", "packing", "storm"],  # noqa: B006
+    work: Annotated[list[str], typer.Option(help=f"Of: {', '.join(ALL_WORK)}.")] = ALL_WORK,
 ) -> None:
     """Measure transfers between two processes of this machine, beside memcpy, sockets and others' libraries."""
     means = [one for one in ALL if not only or any(one.name.startswith(name) for name in only)]
@@ -65,6 +73,8 @@ async def _rows(means: Sequence[Means], rounds: int, works: Sequence[str], scrat
         results = await measure(means, name, list(ORDERS), rounds, folder)
         for order in ORDERS:
             rows += _means_rows(results, title, order)
+    if "streamed" in works:
+        rows += await _streamed_rows([one for one in means if one in OURS], rounds, scratch)
     if "packing" in works:
         rows += await _packing_rows([one for one in means if one in OURS], rounds, scratch)
     if "storm" in works:
@@ -122,6 +132,24 @@ def _row(
         spread=ours.ms.spread,
         note=note,
     )
+
+
+async def _streamed_rows(means: Sequence[Means], rounds: int, scratch: Path) -> list[BenchRow]:
+    """Return the processor time that a KV costs which travels layer by layer, while it is being computed."""
+    results = await measure(means, "demo", ["streamed"], rounds, scratch)
+    rows = []
+    for one, end, goal in CPU_GOALS:
+        samples = results.get((one.name, "streamed"))
+        label = f"23.6 MB while it is computed, CPU at the {end}: {one.name}"
+        if samples is None:
+            continue
+        if not samples.is_measured:
+            rows.append(BenchRow(label, 0.0, "ms", False, note=samples.absent))
+            continue
+        seconds = samples.sender_cpu_s if end == "sender" else samples.receiver_cpu_s
+        cpu = Repeated.of([one_round * 1000 for one_round in seconds])
+        rows.append(BenchRow(label, cpu.median, "ms", False, goal=goal, spread=cpu.spread))
+    return rows
 
 
 async def _packing_rows(means: Sequence[Means], rounds: int, scratch: Path) -> list[BenchRow]:
