@@ -17,7 +17,7 @@ from kvtransfer.coding import Coded, Coding, Parcel, code
 from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool, checksum_of
-from kvtransfer.pieces import Piece, Runs, cut, joined, piece_bytes, piece_bytes_max, runs_of
+from kvtransfer.pieces import PIECE_BYTES_MAX, PLAIN_BYTES_MAX, Piece, Runs, cut, joined, piece_bytes, runs_of
 from kvtransfer.probe import NUM_PROBES, probe_bytes, probe_frame, rate_of, scratch
 from kvtransfer.push import BlockPush
 from kvtransfer.seal import Seal
@@ -60,7 +60,7 @@ class OutboundPeer:
         self._window_bytes = greeter.inflight_bytes_max
         self._is_in_device = False
         """Whether one of the pools is."""
-        self._is_plain = False
+        self._piece_bytes_max = PIECE_BYTES_MAX
         self._is_pumping = False
         self._loop = asyncio.get_running_loop()
         self._choice = CodecChoice(self._loop.time())
@@ -110,7 +110,8 @@ class OutboundPeer:
     def start(self, link: OutboundLink) -> None:
         """Carry pieces over `link` from now on."""
         self._link = link
-        self._is_plain = link.byte_sender is None and not link.has_checksums
+        if link.byte_sender is None and not link.has_checksums:
+            self._piece_bytes_max = PLAIN_BYTES_MAX
         if self.is_lost:
             link.close()
 
@@ -198,7 +199,7 @@ class OutboundPeer:
             if push.is_over:
                 self._queue.popleft()
                 continue
-            piece, rest = cut(waiting, layout, piece_bytes_max(self._is_plain, push.is_fresh))
+            piece, rest = cut(waiting, layout, self._piece_bytes_max)
             size = piece_bytes(piece, layout)
             if self._inflight_bytes and self._inflight_bytes + size > limit:
                 return
@@ -207,7 +208,6 @@ class OutboundPeer:
                 push.queued(1)
                 self._queue.append((push, rest))
             self._inflight_bytes += size
-            push.is_fresh = False
             self._start(push, piece, size)
 
     def _coding(self, terms: TicketTerms) -> Coding | None:

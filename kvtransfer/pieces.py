@@ -12,8 +12,6 @@ IntArray = NDArray[np.int64]
 
 PIECE_BYTES_MAX = 4 * 1024 * 1024
 """Large announcements are cut here, so that the sender hashes one piece while the receiver copies the one before."""
-FIRST_BYTES_MAX = PIECE_BYTES_MAX // 8
-"""The same for the first piece of a transfer."""
 PLAIN_BYTES_MAX = 32 * 1024 * 1024
 """The same where nothing is hashed or sent: a piece costs messages, and this many bytes are copied in 3 ms."""
 PIECE_BLOCKS_MAX = 8192
@@ -90,18 +88,6 @@ class Piece(NamedTuple):
 def piece_bytes(piece: Piece, layout: BlockLayout) -> int:
     """Bytes in a piece."""
     return len(piece.block_ids) * len(piece.layers) * layout.layer_bytes
-
-
-def piece_bytes_max(is_plain: bool, is_first: bool) -> int:
-    """Return how large a piece may be.
-
-    Args:
-        is_plain: nothing is hashed or sent, the receiver only copies.
-        is_first: of its transfer; nothing moves while it is hashed.
-    """
-    if is_plain:
-        return PLAIN_BYTES_MAX
-    return FIRST_BYTES_MAX if is_first else PIECE_BYTES_MAX
 
 
 def cut(piece: Piece, layout: BlockLayout, num_bytes_max: int = PIECE_BYTES_MAX) -> tuple[Piece, Piece | None]:

@@ -77,8 +77,6 @@ class BlockPush:
         self.activity = Activity()
         self.stop = Stop()
         self.is_over = False
-        self.is_fresh = True
-        """Whether no piece had its turn yet."""
         self.seconds = self.exposed_s = 0.0
         self._num_runs = 0
         self._num_nonces = 0

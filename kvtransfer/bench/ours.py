@@ -55,7 +55,8 @@ class Ours:
         if step := order["layers_together"]:
             num_layers = self._side.work.layout.num_layers
             for begin in range(0, num_layers, step):
-                await asyncio.sleep(order["layer_s"] * step)
+                if order["layer_s"]:  # else all are there at once, and layers that wait together travel together
+                    await asyncio.sleep(order["layer_s"] * step)
                 push.announce(0, self._side.blocks, range(begin, min(begin + step, num_layers)))
         else:
             push.announce(0, self._side.blocks)
