@@ -101,14 +101,18 @@ INLINE void score_keys(const float* q, const T* const k[4], i64 dim, float* scor
     for (int h = 0; h < H; h++) _mm_storeu_ps(scores + h * kPart, sum4(a[h][0], a[h][1], a[h][2], a[h][3]));
 }
 
-// out[h] += sum over n keys of scores[h][t] * values[t], for W registers of one kv head's columns.
+// out[h] += sum over n keys of scores[h][t] * values[t], for W registers of one kv head's columns. Meanwhile the same
+// columns of the `following` values at `next` come to the second-level cache.
 template <class T, int H, int W>
-INLINE void weigh_values(const float* scores, const T* values, const i64* at, int n, float* out, i64 out_stride) {
+INLINE void weigh_values(const float* scores, const T* values, const i64* at, int n, const i64* next, int following,
+                         float* out, i64 out_stride) {
     Vec a[H][W];
     for (int h = 0; h < H; h++)
         for (int j = 0; j < W; j++) a[h][j] = zero();
     for (int t = 0; t < n; t++) {
         const T* v = values + at[t];
+        if (t < following)
+            for (int c = 0; c < W * VL * int(sizeof(T)); c += 64) _mm_prefetch((const char*)(values + next[t]) + c, _MM_HINT_T1);
         Vec columns[W];
         for (int j = 0; j < W; j++) columns[j] = load(v + j * VL);
         for (int h = 0; h < H; h++) {
@@ -121,11 +125,12 @@ INLINE void weigh_values(const float* scores, const T* values, const i64* at, in
 }
 
 template <class T, int H>
-INLINE void weigh_head(const float* scores, const T* values, const i64* at, int n, i64 dim, float* out) {
+INLINE void weigh_head(const float* scores, const T* values, const i64* at, int n, const i64* next, int following, i64 dim,
+                       float* out) {
     constexpr int W = VL == 16 ? 4 : 2;
     i64 d = 0;
-    for (; d + W * VL <= dim; d += W * VL) weigh_values<T, H, W>(scores, values + d, at, n, out + d, dim + 2);
-    for (; d < dim; d += VL) weigh_values<T, H, 1>(scores, values + d, at, n, out + d, dim + 2);
+    for (; d + W * VL <= dim; d += W * VL) weigh_values<T, H, W>(scores, values + d, at, n, next, following, out + d, dim + 2);
+    for (; d < dim; d += VL) weigh_values<T, H, 1>(scores, values + d, at, n, next, following, out + d, dim + 2);
 }
 
 // Scores -> exponentials; writes the greatest score and the sum.
@@ -190,10 +195,7 @@ void decode_part(const AttentionShape& shape, const LayerView<T>& view, const in
     view.offsets(table, begin, n, at);
     view.offsets(table, end, following, next);
     const auto fetch = [&](i64 offset) __attribute__((always_inline)) {
-        for (i64 c = 0; c < row_bytes; c += 64) {
-            _mm_prefetch((const char*)(view.keys + offset) + c, _MM_HINT_T1);
-            _mm_prefetch((const char*)(view.values + offset) + c, _MM_HINT_T1);
-        }
+        for (i64 c = 0; c < row_bytes; c += 64) _mm_prefetch((const char*)(view.keys + offset) + c, _MM_HINT_T1);
     };
     for (int t = 0; t < n; t += 4) {
         // The next part comes to the second-level cache meanwhile: 85 % of a plain stream's rate, 60 % without.
@@ -214,7 +216,7 @@ void decode_part(const AttentionShape& shape, const LayerView<T>& view, const in
     for (i64 head = 0; head < shape.kv_heads; head++)
         by_four(group, [&]<int H>(i64 h) __attribute__((always_inline)) {
             const i64 first = head * group + h;
-            weigh_head<T, H>(scores + first * kPart, view.values + head * view.head_stride, at, n, dim,
+            weigh_head<T, H>(scores + first * kPart, view.values + head * view.head_stride, at, n, next, following, dim,
                              out + first * (dim + 2) + 2);
         });
 }
