@@ -47,6 +47,8 @@ LONG_FIRST_S, LONG_EVERY_S = 7.0, 14.0
 LONG_PROMPT_TOKENS, LONG_OUTPUT_TOKENS = 2048, 8
 _LONG = 1_000_000
 """Sessions with numbers from here on are the long prompts."""
+APART = "apart"
+"""Name of one prefill and one decode worker, which all others are compared with."""
 CHUNKS = (32, 128, 512, 4096)
 """Token budgets of the steps of one worker; the last one takes a whole prompt."""
 THREADS = 2
@@ -152,7 +154,7 @@ def main() -> None:
 def ours(chunks: Sequence[int], settings: Sequence[str]) -> list[System]:
     """Return Baton's clusters, apart first."""
     shared = [POOL, *settings]
-    systems = [System("apart", partial(_cluster, ("engine.threads=1", *shared)))]
+    systems = [System(APART, partial(_cluster, ("engine.threads=1", *shared)))]
     for chunk in chunks:
         roles = ("prefill.workers=0", "decode.workers=0", "both.workers=1", f"engine.threads={THREADS}")
         name = f"together, chunk {chunk}" if chunk <= LONG_PROMPT_TOKENS else "together, whole prompt"
@@ -248,10 +250,10 @@ def _p99(gaps: NDArray[np.float64], start: float, end: float, is_touching: bool 
 
 
 def rows_of(results: dict[str, Result], failures: dict[str, str]) -> list[BenchRow]:
-    """Return the goal, then each figure of the first system beside every other one's, then who could not be run."""
+    """Return the goal, then each figure of APART beside every other system's, then who could not be run."""
     rows: list[BenchRow] = []
-    if results:
-        (_, mine), *others = results.items()
+    if (mine := results.get(APART)) is not None:
+        others = [(name, result) for name, result in results.items() if name != APART]
         rows.append(_goal_row(mine))
         for figure in FIGURES:
             value, is_higher_better = figure.of(mine), figure.unit != "ms"

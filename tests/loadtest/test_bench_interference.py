@@ -88,6 +88,8 @@ def test_the_table_has_every_figure_beside_every_other_system_and_says_who_faile
     assert beside.peer_name == "together"
     assert (rows[-1].peer, rows[-1].note) == (None, "it ended with code 1")
     assert "together" in pauses(results)
+    del results["apart"]
+    assert [row.name for row in rows_of(results, {"apart": "it did not start"})] == ["apart"]
 
 
 def test_the_load_is_open_loop_and_in_order() -> None:
