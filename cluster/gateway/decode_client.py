@@ -10,8 +10,9 @@ import grpc.aio
 
 from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.gateway.outbox import Outbox
+from cluster.gateway.patience import Patience
 from cluster.gateway.turns import Turns
-from common.errors import BatonError, OverloadedError, WorkerLostError
+from common.errors import BatonError, DeadlineError, OverloadedError, WorkerLostError
 from common.logs import log
 from common.rpc import open_channel
 from common.status import error_from_pb, error_from_rpc
@@ -40,14 +41,24 @@ class Outputs(NamedTuple):
     """Set once, at its end."""
 
 
+class StreamLimits(NamedTuple):
+    """For each sequence."""
+
+    unread_tokens_max: int
+    """Tokens that may wait for a client that does not read."""
+    token_wait_s: float
+    """A worker may live and yet do nothing: longest time without a token."""
+
+
 class SequenceStream:
     """One sequence's tokens, as one request reads them. Outputs that wait add up; there is a limit to them."""
 
-    def __init__(self, client: "DecodeClient", request_id: str, unread_tokens_max: int, turns: Turns) -> None:
+    def __init__(self, client: "DecodeClient", request_id: str, limits: StreamLimits, turns: Turns) -> None:
         self.request_id = request_id
         self._client = client
-        self._unread_tokens_max = unread_tokens_max
+        self._limits = limits
         self._turns = turns
+        self._patience = Patience(limits.token_wait_s, self._late)
         self._has_begun = False
         self._tokens: list[common_pb2.SampledToken] = []
         self._finished: worker_pb2.SequenceFinished | None = None
@@ -58,11 +69,14 @@ class SequenceStream:
         """Wait for outputs and, after the first ones, for a turn; take all there are by then.
 
         Raises:
+            DeadlineError: none came for too long.
             BatonError: what ended the sequence, after all its tokens were taken.
         """
+        self._patience.begin()
         while not self._tokens and not self._is_ended:
             self._changed.clear()
             await self._changed.wait()
+        self._patience.end()
         if self._has_begun:
             await self._turns.wait()
         self._has_begun = True
@@ -87,6 +101,7 @@ class SequenceStream:
 
     def close(self) -> None:
         """Give up the rest: a sequence that has not ended is cancelled at the worker. Idempotent."""
+        self._patience.close()
         if not self._is_ended:
             self._client.cancel(self.request_id, wants_summary=False)
         self._client.forget(self.request_id)
@@ -100,10 +115,9 @@ class SequenceStream:
             self.fail(error_from_pb(output.error))
         elif output.HasField("finished"):
             self._finished = output.finished
-        elif len(self._tokens) > self._unread_tokens_max:
-            self._client.cancel(self.request_id, wants_summary=False)
+        elif len(self._tokens) > (most := self._limits.unread_tokens_max):
             self._tokens = []
-            self.fail(UnreadError(f"the client left more than {self._unread_tokens_max} tokens unread"))
+            self._abandon(UnreadError(f"the client left more than {most} tokens unread"))
         self._changed.set()
 
     def fail(self, error: BatonError) -> None:
@@ -111,6 +125,14 @@ class SequenceStream:
         if not self._is_ended:
             self._error = error
             self._changed.set()
+
+    def _late(self) -> None:
+        self._abandon(DeadlineError(f"no token came for {self._limits.token_wait_s:g} s"))
+
+    def _abandon(self, error: BatonError) -> None:
+        """End the stream, and the sequence at the worker."""
+        self._client.cancel(self.request_id, wants_summary=False)
+        self.fail(error)
 
     @property
     def _is_ended(self) -> bool:
@@ -132,10 +154,10 @@ class DecodeClient:
         stub: worker_pb2_grpc.DecodeAsyncStub = worker_pb2_grpc.DecodeStub(self._channel)
         self._call: Any = stub.Session(self._outbox)  # its type is generic in ways that cannot be named
 
-    def start(self, request: worker_pb2.StartRequest, unread_tokens_max: int) -> SequenceStream:
+    def start(self, request: worker_pb2.StartRequest, limits: StreamLimits) -> SequenceStream:
         """Start a sequence under an id that no other one has."""
         assert request.request_id not in self._streams
-        stream = SequenceStream(self, request.request_id, unread_tokens_max, self._turns)
+        stream = SequenceStream(self, request.request_id, limits, self._turns)
         self._streams[request.request_id] = stream
         self._send(worker_pb2.DecodeCommand(start=request))
         return stream
@@ -190,9 +212,9 @@ class DecodeClient:
 class DecodeClients:
     """A session for each decode worker in use; opened when needed, dropped when it breaks."""
 
-    def __init__(self, gateway_id: str, unread_tokens_max: int) -> None:
+    def __init__(self, gateway_id: str, limits: StreamLimits) -> None:
         self._gateway_id = gateway_id
-        self._unread_tokens_max = unread_tokens_max
+        self._limits = limits
         self._turns = Turns(_TURNS_AT_ONCE)
         self._clients: dict[tuple[str, str], DecodeClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,7 +228,7 @@ class DecodeClients:
             task = asyncio.create_task(client.run(), name=f"decode session {worker_id}")
             self._tasks.add(task)
             task.add_done_callback(self._ended(key, client))
-        return client.start(request, self._unread_tokens_max)
+        return client.start(request, self._limits)
 
     async def close(self) -> None:
         """End all sessions; their streams fail."""

@@ -1,6 +1,5 @@
 """The life of a request, as the gateway sees it. Both faces, gRPC and HTTP, call `Generator.generate`."""
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -12,7 +11,7 @@ from cluster.gateway.chat import ChatPrompt
 from cluster.gateway.constraints import Constraints
 from cluster.gateway.cost import add_cost
 from cluster.gateway.counts import Counts
-from cluster.gateway.decode_client import DecodeClients, Outputs, SequenceStream, UnreadError
+from cluster.gateway.decode_client import DecodeClients, UnreadError
 from cluster.gateway.failures import Failures
 from cluster.gateway.limits import Limits
 from cluster.gateway.metrics import Metrics
@@ -26,7 +25,7 @@ from cluster.tenants.callers import CALLER, Caller
 from cluster.tenants.quotas import RequestUse, Uses
 from common.clock import Clock
 from common.config_doors import GatewayConfig
-from common.errors import DeadlineError, MismatchError, OverloadedError, WorkerLostError
+from common.errors import MismatchError, OverloadedError, WorkerLostError
 from common.model_facts import ModelFacts
 from common.text import Text
 
@@ -227,7 +226,7 @@ class Generator:
         stream = self._workers.start(placement.decode_worker_id, placement.decode_address, start)
         try:
             while True:
-                tokens, summary = await self._next(stream)
+                tokens, summary = await stream.next()
                 if tokens and reservation.first_token():
                     self._metrics.predicted(placement.predicted_ttft_s, self._clock.now() - placed_s)
                 delta = progress.take(tokens)
@@ -245,17 +244,6 @@ class Generator:
                 yield delta
         finally:
             stream.close()
-
-    async def _next(self, stream: SequenceStream) -> Outputs:
-        """Wait for the next tokens, but not for ever: a worker may live and yet do nothing."""
-        wait_s = self._config.token_wait_s
-        try:
-            async with asyncio.timeout(wait_s) as scope:
-                return await stream.next()
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise DeadlineError(f"no token came for {wait_s:g} s") from error
 
     def _start_request(
         self,

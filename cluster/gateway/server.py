@@ -13,7 +13,7 @@ from baton_pb.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from cluster.gateway.admin import AdminService
 from cluster.gateway.counts import Counts
-from cluster.gateway.decode_client import DecodeClients
+from cluster.gateway.decode_client import DecodeClients, StreamLimits
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.app import HttpFace, Parts
 from cluster.gateway.inference import InferenceService
@@ -60,7 +60,7 @@ class GatewayServer:
         door = Door(keys, uses)
         self._metrics = Metrics(self._counts, uses, self._clock)
         self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
-        self._workers = DecodeClients(self.gateway_id, config.unread_tokens_max)
+        self._workers = DecodeClients(self.gateway_id, StreamLimits(config.unread_tokens_max, config.token_wait_s))
         formats = Formats(text, config.tool_format, config.reasoning)
         self._tokenizing = Tokenizing(text, formats)
         generator = Generator(
