@@ -104,17 +104,15 @@ def demo(address: str) -> None:
 def _stream(responses: Iterable[inference_pb2.GenerateResponse]) -> str:
     """Print text as it comes, then where the time went; return the text."""
     text = ""
-    finished: inference_pb2.Finished | None = None
+    last: inference_pb2.GenerateResponse | None = None
     for response in responses:
         text += response.text
         sys.stdout.write(response.text)
         sys.stdout.flush()
         if response.HasField("finished"):
-            finished = response.finished
+            last = response
     sys.stdout.write("\n")
     sys.stdout.flush()
-    if finished is not None:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            show.finished_line(finished), style="dim", markup=False
-        )
+    if last is not None:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(show.finished_line(last), style="dim", markup=False)
     return text

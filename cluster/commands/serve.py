@@ -183,8 +183,9 @@ class _Serving:
         )
         for grpc_too, http_too in others:
             self._report.say(f"and on grpc://{grpc_too} and {scheme}://{http_too}/v1")
-        self._report.say(f'try: {_command()} generate{hint} "Why is the sky blue?"')
-        body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": True})
+        self._report.say(f'try: {_command()} generate{hint} --max-tokens 100 "Why is the sky blue?"')
+        messages = [{"role": "user", "content": "Why is the sky blue?"}]
+        body = json.dumps({"messages": messages, "max_tokens": 100, "stream": True})
         self._report.say(f" or: {curl} {scheme}://{http}/v1/chat/completions -d '{body}'")
 
     def _write_ready_file(self, states: list[MemberState]) -> None:

@@ -69,8 +69,9 @@ def _placement_json(placement: common_pb2.Placement) -> dict[str, str | None]:
     }
 
 
-def finished_line(finished: inference_pb2.Finished) -> str:
-    """Return the timing breakdown and the placement of one answer, for people."""
+def finished_line(last: inference_pb2.GenerateResponse) -> str:
+    """Return the timing breakdown, the placement and the id of an answer whose last message this is, for people."""
+    finished = last.finished
     timing, usage, placement = finished.timing, finished.usage, finished.placement
     prefill = placement.prefill_worker_id if placement.HasField("prefill_worker_id") else "local prefill"
     tpot = f"{timing.tpot_s * 1000:.1f} ms a token" if timing.HasField("tpot_s") else "one token"
@@ -79,7 +80,7 @@ def finished_line(finished: inference_pb2.Finished) -> str:
         f"first token {timing.ttft_s * 1000:.0f} ms = queue {timing.queue_s * 1000:.0f} + prefill "
         f"{timing.prefill_s * 1000:.0f}; then transfer {timing.transfer_exposed_s * 1000:.1f} + first decode "
         f"{timing.first_decode_s * 1000:.1f} ms, {tpot}; "
-        f"{prefill} -> {placement.decode_worker_id} over {placement.transport or '?'}"
+        f"{prefill} -> {placement.decode_worker_id} over {placement.transport or '?'}; {last.request_id}"
     )
 
 

@@ -24,10 +24,10 @@ class ThinkingParser:
             is_open: whether the prompt ends inside the thinking.
         """
         self._answer = answer
-        self._thought: Until | None = Until(CLOSING) if is_open else None
+        self._thought = Until(CLOSING, drops_space=True) if is_open else None
         self._beginning: str | None = None if is_open else ""
-        self._is_space_due = is_open
-        """Leading white space of a part is dropped."""
+        self._is_space_due = False
+        """White space that leads the answer is dropped."""
 
     @property
     def is_thinking(self) -> bool:
@@ -60,24 +60,20 @@ class ThinkingParser:
         self._beginning = None
         if not stripped.startswith(OPENING):
             return self._say(text)
-        self._thought, self._is_space_due = Until(CLOSING), True
+        self._thought = Until(CLOSING, drops_space=True)
         return self.push(stripped[len(OPENING) :])
 
     def _think(self, thought: Until, text: str) -> Parsed:
-        reasoning = self._without_leading_space(thought.push(self._without_leading_space(text)))
-        if reasoning:
-            self._is_space_due = False
+        reasoning = thought.push(text)
         if thought.rest is None:
             return Parsed(reasoning=reasoning)
         self._thought, self._is_space_due = None, True
         return Parsed(reasoning=reasoning) + self.push(thought.rest)
 
     def _say(self, text: str) -> Parsed:
-        text = self._without_leading_space(text)
+        if self._is_space_due:
+            text = text.lstrip()
+            self._is_space_due = not text
         if not text:
             return Parsed()
-        self._is_space_due = False
         return Parsed(text) if self._answer is None else self._answer.push(text)
-
-    def _without_leading_space(self, text: str) -> str:
-        return text.lstrip() if self._is_space_due else text

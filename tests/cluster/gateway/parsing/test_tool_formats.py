@@ -6,7 +6,7 @@ from itertools import count, pairwise
 
 import llguidance
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.gateway.parsing.hermes import HermesFormat, HermesParser
@@ -168,6 +168,7 @@ WORDS = [
     words=st.lists(st.sampled_from(WORDS), max_size=14),
     cuts=st.lists(st.integers(0, 200), max_size=10),
 )
+@example(name="thinking goes on", words=["<", " ", "<tool_call>"], cuts=[])
 def test_any_split_of_any_text_gives_the_same(name: str, words: list[str], cuts: list[int]) -> None:
     text = "".join(words)
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
