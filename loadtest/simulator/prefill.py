@@ -1,7 +1,8 @@
 """A prefill worker: queue, chunks under a token budget, steps by the cost model, pushes hidden behind compute.
 
-The order is the real scheduler's (prefill/scheduler.py): least remaining work first, with ageing. It is modelled here,
-not imported: the control plane knows workers by their messages only.
+The order is the real scheduler's (prefill/scheduler.py): least left to compute first, with ageing. It is modelled here,
+not imported: the control plane knows workers by their messages only. What the cache holds of a waiting prompt is looked
+up when it comes, not anew for each step.
 """
 
 import heapq
@@ -95,7 +96,10 @@ class PrefillWorker:
         self._step()
 
     def _push(self, job: Job) -> None:
-        heapq.heappush(self._queue, (job.num_uncomputed + self._arrived_at[job], job.number, job))
+        left = job.num_uncomputed
+        if job.prefill_lease is None:
+            left -= self.pool.match(job.reusable_names(self._profile.block_tokens)) * self._profile.block_tokens
+        heapq.heappush(self._queue, (left + self._arrived_at[job], job.number, job))
 
     def _step(self) -> None:
         if self._is_stepping or not self._queue:
