@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli import one_line_errors
+from cluster.router.policies.registry import POLICIES
 from common.errors import ConfigError
 from loadtest.bench.common import machine
 from loadtest.capacity import measure_capacity
@@ -171,7 +172,7 @@ def simulate(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     both: Annotated[int, typer.Option(min=0, help="Colocated workers.")] = 0,
-    policy: Annotated[str, typer.Option(help="Of the router.")] = "prefix",
+    policy: Annotated[str, typer.Option(help=f"Of the router: {', '.join(POLICIES)}.")] = "cost",
     admission: Annotated[
         bool, typer.Option(help="Requests wait at the router, not at a worker, when all have enough to do.")
     ] = True,
