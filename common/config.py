@@ -59,7 +59,8 @@ class EngineConfig(Node):
     disk_tier_dir: Path = Path("~/.cache/baton/blocks")
     """Where they are; each worker has its own folder in it, which survives a restart."""
     tier_codec: Literal["int8", "raw", "lossless"] = "int8"
-    """How blocks are kept in these tiers: `int8` takes half the space of 16-bit KV and is not exact, the others are."""
+    """How blocks are kept in these tiers: `int8` takes half the space of 16-bit KV and is not exact, the others are. A
+    sequence that was preempted gets its blocks back from exact ones only."""
 
 
 class PrefillConfig(Node):

@@ -98,8 +98,11 @@ class Engine(Bookkeeping):
         return self._runner.backend
 
     def num_below(self, hashes: Seq[bytes]) -> int:
-        """Return how many of the leading `hashes` the tiers below the pool could bring back."""
-        return 0 if self.tiers is None else self.tiers.peek(list(hashes), self.block_s)
+        """Return how many of the leading `hashes` the tiers below the pool could bring back, exactly.
+
+        For sequences that have begun: with other KV than it had, one would go on with other tokens.
+        """
+        return self.tiers.peek(list(hashes), self.block_s) if self.tiers is not None and self.tiers.is_exact else 0
 
     def sequence_from_pb(self, request: worker_pb2.StartRequest | worker_pb2.PrefillRequest) -> Sequence:
         """Return the sequence that a message asks for; it holds no block yet.

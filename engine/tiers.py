@@ -76,6 +76,11 @@ class BlockTiers:
         """Whether nothing waits to be moved."""
         return not self._staged and self._host_bytes <= self._host_bytes_max
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether blocks come back as they were."""
+        return self._codec.is_lossless
+
     def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Copy blocks that the pool is about to give away; those that are here already are only noted as used."""
         block_bytes = self._store.layout.block_bytes

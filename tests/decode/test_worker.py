@@ -24,6 +24,7 @@ from decode.worker import DecodeWorker
 from engine.fake import FakeEngine, fake_continuation, fake_layout
 from engine.step import ScheduledChunk
 from kvtransfer.codecs.base import Slabs
+from kvtransfer.codecs.registry import CODECS
 from tests.decode.serving import LIMIT_S, Bench, Gate, Gateway, is_at_rest, serving, until_changed
 
 PROMPT = list(range(100, 130))
@@ -207,6 +208,27 @@ def test_preempted_sequences_come_back_from_the_host_tier_with_the_same_tokens(
                 assert counters["preemptions_total"] > 0
                 if host_blocks == 1000:
                     assert counters["preempted_blocks_restored_total"] > 0
+
+    asyncio.run(main())
+
+
+def test_a_preempted_sequence_is_computed_again_where_the_tier_is_not_exact() -> None:
+    """Otherwise it would go on with other tokens than those it would have had."""
+
+    async def main() -> None:
+        async with serving() as bench:
+            bench.host_bytes = 1000 * fake_layout().block_bytes
+            bench.host_codec = CODECS["int8"]
+            decode = await bench.decode(num_blocks=12, step_s=0.005)
+            async with Gateway(decode.address) as gateway:
+                for number in range(5):
+                    await gateway.start(f"r{number}", prompt_of(8, number), None, max_tokens=30)
+                answers = await gateway.over(*gateway.answers)
+
+                assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 30) for n in range(5)]
+                counters = decode.loop.load().counters
+                assert counters["preemptions_total"] > 0
+                assert counters["preempted_blocks_restored_total"] == 0
 
     asyncio.run(main())
 
