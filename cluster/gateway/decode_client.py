@@ -20,7 +20,8 @@ from common.status import error_from_pb, error_from_rpc
 _LOG = logging.getLogger(__name__)
 _OUTBOX_MAX = 4096
 _TURNS_AT_ONCE = 1
-"""Streams that go on in one pass of the loop; see turns.py. With 16, a busy loop relays half as many tokens."""
+"""Streams that go on in one pass of the loop, see turns.py: a new request waits for so many writes. With 16, a busy
+loop relays half as many tokens."""
 SUMMARY_WAIT_S = 0.25
 """How long the summary of a sequence that was cancelled for a stop string is waited for."""
 

@@ -1,4 +1,4 @@
-"""Streams that have something to hand out take turns, a few in each pass of the loop, which reads in between.
+"""Streams that have something to hand out take turns, so many in each pass of the loop, which reads in between.
 
 Without it every step of a worker wakes all of its streams, each writes one token, and a loop that is behind stays
 behind: a message costs some 40 us, a token in it one. With it the loop reads further steps between a few writes;
