@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, cast
 
@@ -105,6 +106,16 @@ def load_backend(model_dir: Path, config: EngineConfig) -> tuple[str, Backend]:
             log(logger, logging.WARNING, "a faster backend was refused", backend=name, refused="; ".join(refusals))
         return name, backend
     raise ConfigError("; ".join(refusals))
+
+
+def require_format(weights: str, known: Collection[str]) -> None:
+    """Refuse a weight format that a backend does not have.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    if weights not in known:
+        raise ConfigError(f"engine.weights={weights} is not available here, only {', '.join(known)}")
 
 
 def _find(name: str) -> type[Backend]:

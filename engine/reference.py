@@ -7,9 +7,8 @@ import torch
 from transformers import AttentionInterface
 
 from common.config import EngineConfig
-from common.errors import ConfigError
 from engine.attention.paged import AttentionPlan, PagedPool, paged_attention
-from engine.backend import BackendFacts
+from engine.backend import BackendFacts, require_format
 from engine.batch import Batch
 from engine.kv_cache import KVMemory
 from engine.step import LayerWatch
@@ -83,8 +82,7 @@ class ReferenceBackend:
     @classmethod
     def load(cls, model_dir: Path, config: EngineConfig) -> Self:
         """Load fp32 weights; see engine.backend.Backend."""
-        if config.weights not in ("auto", "fp32"):
-            raise ConfigError(f"engine.weights={config.weights} is not available here, only fp32")
+        require_format("fp32" if config.weights == "auto" else config.weights, ("fp32",))
         return cls(load_model(model_dir, ATTENTION_NAME))
 
     def attach(self, kv: KVMemory) -> None:

@@ -11,7 +11,7 @@ import torch
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import log
-from engine.backend import BackendFacts
+from engine.backend import BackendFacts, require_format
 from engine.batch import Batch
 from engine.cpu.architecture import Architecture, read_architecture
 from engine.cpu.build import Isa, supported_isas, usable_cores
@@ -102,8 +102,7 @@ class CpuBackend:
         name = config.weights
         if name == "auto":
             name = "q4" if has_quantised_source(model_dir) else "w8"
-        if name not in _FORMATS:
-            raise ConfigError(f"engine.weights={name} is not available here, only {', '.join(_FORMATS)}")
+        require_format(name, _FORMATS)
         cores = usable_cores()
         threads = min(config.threads or cores, cores)
         weights = PackedWeights.open(model_dir, architecture, _FORMATS[name])

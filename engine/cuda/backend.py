@@ -9,7 +9,7 @@ import torch
 from common.config import EngineConfig
 from common.errors import ConfigError
 from engine.attention.paged import AttentionPlan, PagedPool
-from engine.backend import BackendFacts
+from engine.backend import BackendFacts, require_format
 from engine.batch import Batch
 from engine.cuda.decode import DecodeSteps, is_decode_step
 from engine.kv_cache import KVMemory
@@ -53,8 +53,7 @@ class CudaBackend:
             name = (
                 "bf16" if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
             )
-        if name not in FORMATS:
-            raise ConfigError(f"engine.weights={name} is not available here, only {', '.join(FORMATS)}")
+        require_format(name, FORMATS)
         model = load_model(model_dir, ATTENTION_NAME, FORMATS[name])
         try:
             model.to(device)

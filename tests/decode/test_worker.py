@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -25,6 +25,7 @@ from engine.fake import FakeEngine, fake_continuation, fake_layout
 from engine.step import ScheduledChunk
 from kvtransfer.codecs.base import Slabs
 from kvtransfer.codecs.registry import CODECS
+from prefill.worker import PrefillWorker
 from tests.decode.serving import LIMIT_S, Bench, Gate, Gateway, is_at_rest, serving, until_changed
 
 PROMPT = list(range(100, 130))
@@ -168,20 +169,26 @@ def test_many_sequences_share_the_steps_and_each_step_is_one_message() -> None:
     asyncio.run(main())
 
 
+async def crowd(decode: DecodeWorker, prefill: PrefillWorker | None) -> Mapping[str, int]:
+    """Have five sequences answered by a worker whose pool is too small for all; return its counters."""
+    async with Gateway(decode.address) as gateway:
+        for number in range(5):
+            await gateway.start(f"r{number}", prompt_of(8, number), prefill, max_tokens=30)
+        answers = await gateway.over(*gateway.answers)
+
+        assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 30) for n in range(5)]
+        counters = decode.loop.load().counters
+        assert counters["preemptions_total"] > 0
+        return counters
+
+
 @pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
 def test_a_pool_too_small_for_all_preempts_and_all_finish(is_remote: bool) -> None:
     async def main() -> None:
         async with serving() as bench:
             prefill = await bench.prefill()
             decode = await bench.decode(num_blocks=12)
-            async with Gateway(decode.address) as gateway:
-                for number in range(5):
-                    target = prefill if is_remote else None
-                    await gateway.start(f"r{number}", prompt_of(8, number), target, max_tokens=30)
-                answers = await gateway.over(*gateway.answers)
-
-                assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 30) for n in range(5)]
-                assert decode.loop.load().counters["preemptions_total"] > 0
+            await crowd(decode, prefill if is_remote else None)
 
     asyncio.run(main())
 
@@ -197,17 +204,9 @@ def test_preempted_sequences_come_back_from_the_host_tier_with_the_same_tokens(
             bench.host_bytes = host_blocks * fake_layout().block_bytes
             # Computing a block takes longer than copying it.
             decode = await bench.decode(num_blocks=12, step_s=0.005)
-            async with Gateway(decode.address) as gateway:
-                for number in range(5):
-                    target = prefill if is_remote else None
-                    await gateway.start(f"r{number}", prompt_of(8, number), target, max_tokens=30)
-                answers = await gateway.over(*gateway.answers)
-
-                assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 30) for n in range(5)]
-                counters = decode.loop.load().counters
-                assert counters["preemptions_total"] > 0
-                if host_blocks == 1000:
-                    assert counters["preempted_blocks_restored_total"] > 0
+            counters = await crowd(decode, prefill if is_remote else None)
+            if host_blocks == 1000:
+                assert counters["preempted_blocks_restored_total"] > 0
 
     asyncio.run(main())
 
@@ -220,15 +219,8 @@ def test_a_preempted_sequence_is_computed_again_where_the_tier_is_not_exact() ->
             bench.host_bytes = 1000 * fake_layout().block_bytes
             bench.host_codec = CODECS["int8"]
             decode = await bench.decode(num_blocks=12, step_s=0.005)
-            async with Gateway(decode.address) as gateway:
-                for number in range(5):
-                    await gateway.start(f"r{number}", prompt_of(8, number), None, max_tokens=30)
-                answers = await gateway.over(*gateway.answers)
-
-                assert [a.tokens for a in answers] == [fake_continuation(prompt_of(8, n), 30) for n in range(5)]
-                counters = decode.loop.load().counters
-                assert counters["preemptions_total"] > 0
-                assert counters["preempted_blocks_restored_total"] == 0
+            counters = await crowd(decode, None)
+            assert counters["preempted_blocks_restored_total"] == 0
 
     asyncio.run(main())
 

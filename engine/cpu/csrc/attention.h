@@ -36,11 +36,13 @@ struct LayerView {
     i64 kv_heads;
     i64 half_elements;  // of one layer's K or V in a block, without scales
 
-    // Scales of the token at `offset(table, position, 0)`, one for each head.
+    // Scales of a token, one for each head: of token `inside` of a block, or of the one at a position.
     static constexpr bool kScaled = std::is_same_v<T, Byte>;
+    Half* scales(T* of, i64 block, i64 inside) const {
+        return (Half*)(of + block * block_stride + half_elements) + inside * kv_heads;
+    }
     Half* scales(T* of, const int32_t* table, i64 position) const {
-        return (Half*)(of + table[position / block_tokens] * block_stride + half_elements) +
-               position % block_tokens * kv_heads;
+        return scales(of, i64(table[position / block_tokens]), position % block_tokens);
     }
 
     // Calls f(t, count, block, inside) for each run of the n positions from `begin` that lies in one block: positions
@@ -167,7 +169,7 @@ template <class T>
 INLINE void rescale(const AttentionShape& shape, const LayerView<T>& view, T* of, const int32_t* table, i64 begin, int n,
                     float* units, float* numbers) {
     view.runs(table, begin, n, [&](int t, int count, i64 block, i64 inside) {
-        const Half* scale = (const Half*)(of + block * view.block_stride + view.half_elements) + inside * view.kv_heads;
+        const Half* scale = view.scales(of, block, inside);
         for (int i = 0; i < count; i++)
             for (i64 h = 0; h < view.kv_heads; h++) units[h * kPart + t + i] = to_float(*scale++);
     });
