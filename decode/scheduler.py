@@ -73,7 +73,8 @@ class DecodeScheduler(Generic[S]):
     oldest stream is never preempted for another. So everyone ends, as long as those that hold blocks end.
     Blocks that a preempted stream computed stay in the prefix cache until others need them, and then go to the tiers
     below, if there are any. When it is admitted again, what is still in the cache is shared, what a tier gives back
-    sooner than it is computed lands from there, and the rest (its last, partial block always) is computed.
+    exactly, and sooner than it is computed, lands from there, and the rest (its last, partial block always) is
+    computed.
     Blocks are taken here; the owner gives those of removed streams back. Owned by the decode loop.
     """
 
