@@ -52,7 +52,7 @@ class RayPair:
 
     def __init__(self, work: str, is_direct: bool) -> None:
         self._ray: Any = importlib.import_module("ray")
-        self._ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        self._ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
         self._name = "gathered_tensor" if is_direct else "gathered"
         half: Any = Half
         if is_direct:

@@ -3,6 +3,7 @@
 The work is 1,024 tokens of KV of the demo model (23.6 MB) and of Llama 3 8B (134 MB), in blocks of 16 tokens, into
 other block ids. Time runs at the receiver, from asking to all bytes in place; each round is verified byte for byte,
 outside of the time. Rounds of all means alternate. CPU time is that of the sender's process and the receiver's.
+Time has limits: a means that is slow gets fewer rounds, and one that fails or hangs a row that says so.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Annotated
 import typer
 
 from loadtest.bench.common import BenchRow, Repeated, publish
+from loadtest.bench.pair_process import Means, Pair, PairError
 from loadtest.bench.pairs import (
     ALL,
     COPY,
@@ -28,12 +30,11 @@ from loadtest.bench.pairs import (
     PLAIN_UCX,
     RAW_TCP,
     SUMMED_TCP,
-    Means,
-    Pair,
-    PairError,
-    Samples,
+    Deadline,
+    Limits,
     measure,
 )
+from loadtest.bench.samples import Samples
 
 ALL_WORK = ["demo", "8b", "streamed", "packing", "storm"]
 TITLES = {"demo": "23.6 MB", "8b": "134 MB"}
@@ -53,34 +54,37 @@ Results = dict[tuple[str, str], Samples]
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Of each transfer, interleaved.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each transfer, interleaved; at most.")] = 9,
     only: Annotated[list[str], typer.Option(help="Measure these means only, by the begin of their names.")] = [],  # noqa: B006
     work: Annotated[list[str], typer.Option(help=f"Of: {', '.join(ALL_WORK)}.")] = ALL_WORK,
+    row_s: Annotated[float, typer.Option(min=0, help="Seconds for the rounds of one means on one work.")] = 4.0,
+    total_s: Annotated[float, typer.Option(min=1, help="Seconds for everything; what is left then is left out.")] = 450,
 ) -> None:
     """Measure transfers between two processes of this machine, beside memcpy, sockets and others' libraries."""
     means = [one for one in ALL if not only or any(one.name.startswith(name) for name in only)]
+    limits = Limits(rounds, row_s=row_s, total_s=total_s)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        publish("transfer", asyncio.run(_rows(means, rounds, work, Path(folder))))
+        publish("transfer", asyncio.run(_rows(means, limits.deadline(), work, Path(folder))))
 
 
-async def _rows(means: Sequence[Means], rounds: int, works: Sequence[str], scratch: Path) -> list[BenchRow]:
+async def _rows(means: Sequence[Means], deadline: Deadline, works: Sequence[str], scratch: Path) -> list[BenchRow]:
     rows: list[BenchRow] = []
     for name, title in TITLES.items():
         if name not in works:
             continue
         folder = scratch / name
         folder.mkdir()
-        results = await measure(means, name, list(ORDERS), rounds, folder)
+        results = await measure(means, name, list(ORDERS), deadline, folder)
         for order in ORDERS:
             rows += _means_rows(results, title, order)
     if "streamed" in works:
-        rows += await _streamed_rows([one for one in means if one in OURS], rounds, scratch)
+        rows += await _streamed_rows([one for one in means if one in OURS], deadline, scratch)
     if "packing" in works:
-        rows += await _packing_rows([one for one in means if one in OURS], rounds, scratch)
+        rows += await _packing_rows([one for one in means if one in OURS], deadline, scratch)
     if "storm" in works:
         for one in means:
             if one in OURS:
-                rows += await _storm_rows(one)
+                rows += await _storm_rows(one, deadline, scratch)
     return rows
 
 
@@ -116,9 +120,9 @@ def _row(
         return BenchRow(f"{label}: {ours_name}", 0.0, "ms", False, note=f"ours: {ours.absent}")
     measured = peer is not None and peer.is_measured
     peer_ms = peer.ms if peer is not None and measured else None
-    note = f"ours {ours.cpu}" + (f" ({ours.breakdown} ms)" if ours.parts else "")
+    note = f"ours {ours.cpu}" + (f" ({ours.breakdown} ms)" if ours.parts else "") + _rounds(ours)
     if peer is not None and peer_ms is not None:
-        note += f"; peer {peer.cpu}, spread {peer_ms.spread:.0%}"
+        note += f"; peer {peer.cpu}, spread {peer_ms.spread:.0%}{_rounds(peer)}"
     elif peer is not None:
         note += f"; {peer_name} {peer.absent}"
     return BenchRow(
@@ -134,9 +138,13 @@ def _row(
     )
 
 
-async def _streamed_rows(means: Sequence[Means], rounds: int, scratch: Path) -> list[BenchRow]:
+def _rounds(samples: Samples) -> str:
+    return f", {samples.rounds}" if samples.rounds else ""
+
+
+async def _streamed_rows(means: Sequence[Means], deadline: Deadline, scratch: Path) -> list[BenchRow]:
     """Return the processor time that a KV costs which travels layer by layer, while it is being computed."""
-    results = await measure(means, "demo", ["streamed"], rounds, scratch)
+    results = await measure(means, "demo", ["streamed"], deadline, scratch)
     rows = []
     for one, end, goal in CPU_GOALS:
         samples = results.get((one.name, "streamed"))
@@ -148,13 +156,13 @@ async def _streamed_rows(means: Sequence[Means], rounds: int, scratch: Path) -> 
             continue
         seconds = samples.sender_cpu_s if end == "sender" else samples.receiver_cpu_s
         cpu = Repeated.of([one_round * 1000 for one_round in seconds])
-        rows.append(BenchRow(label, cpu.median, "ms", False, goal=goal, spread=cpu.spread))
+        rows.append(BenchRow(label, cpu.median, "ms", False, goal=goal, spread=cpu.spread, note=samples.rounds))
     return rows
 
 
-async def _packing_rows(means: Sequence[Means], rounds: int, scratch: Path) -> list[BenchRow]:
+async def _packing_rows(means: Sequence[Means], deadline: Deadline, scratch: Path) -> list[BenchRow]:
     """Return the rate of 100,000 small blocks beside that of the same bytes in large ones."""
-    small, large = [await measure(means, work, ["whole"], rounds, scratch) for work in ("6KiB", "360KiB")]
+    small, large = [await measure(means, work, ["whole"], deadline, scratch) for work in ("6KiB", "360KiB")]
     rows = []
     for one in means:
         label = f"100,000 blocks of 6 KiB: {one.name}"
@@ -176,25 +184,27 @@ async def _packing_rows(means: Sequence[Means], rounds: int, scratch: Path) -> l
                 peer_name="blocks of 360 KiB",
                 goal=PACKING_SHARE * reference.median,
                 spread=rate.spread,
-                note=f"{many.cpu}; large blocks {few.cpu}, spread {reference.spread:.0%}",
+                note=f"{many.cpu}{_rounds(many)}; large blocks {few.cpu}, spread {reference.spread:.0%}{_rounds(few)}",
             )
         )
     return rows
 
 
-async def _storm_rows(means: Means) -> list[BenchRow]:
+async def _storm_rows(means: Means, deadline: Deadline, scratch: Path) -> list[BenchRow]:
     """Return what became of 1,000 transfers at once, of which a fifth is given up by one side or the other."""
-    pair = Pair(means, "storm")
+    pair, limits = Pair(means, "storm", scratch), deadline.limits
     label = f"1,000 transfers at once, 20 % given up: {means.name}"
     try:
-        await pair.start(Path())
-        await pair.round("storm")
-        result = await pair.round("storm")
+        await pair.start(deadline.left_s(limits.start_s))
+        await pair.round("storm", deadline.left_s(limits.round_s))
+        result = await pair.round("storm", deadline.left_s(limits.round_s))
     except PairError as error:
         return [BenchRow(label, 0.0, "x", False, note=str(error))]
     finally:
         await pair.close()
     landed = [float(seconds) for seconds in result["landed"]]
+    if not landed:
+        return [BenchRow(label, 0.0, "x", False, note=f"none landed: {'; '.join(sorted(set(result['errors']))[:2])}")]
     slowest, middle = landed[-1], landed[len(landed) // 2]
     wrong = len(result["errors"])
     note = f"{len(landed)} landed within {slowest * 1000:.0f} ms, half of them in {middle * 1000:.0f} ms"

@@ -1,11 +1,15 @@
 """Pairs of processes really move the work, by each means alike, and one that cannot be measured says why."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from loadtest.bench.pairs import MEMCPY, OURS_SHM, OURS_UCX, RAW_TCP, Means, measure
+from loadtest.bench.pair_process import Means
+from loadtest.bench.pairs import MEMCPY, OURS_SHM, OURS_UCX, RAW_TCP, Limits, measure
+
+PATIENT = Limits(rounds=2, row_s=100.0, round_s=100.0, start_s=100.0, total_s=500.0)
 
 pytestmark = pytest.mark.slow
 
@@ -13,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_all_means_are_measured_in_turn_and_deliver_every_byte(tmp_path: Path) -> None:
     means = [MEMCPY, OURS_SHM, OURS_UCX, RAW_TCP]
 
-    results = asyncio.run(measure(means, "tiny", ["whole", "layers"], 2, tmp_path))
+    results = asyncio.run(measure(means, "tiny", ["whole", "layers"], PATIENT.deadline(), tmp_path))
 
     assert {key: samples.absent for key, samples in results.items() if samples.absent} == {}
     assert all(len(samples.seconds) == 2 for samples in results.values())
@@ -23,8 +27,37 @@ def test_all_means_are_measured_in_turn_and_deliver_every_byte(tmp_path: Path) -
 def test_means_that_are_not_there_say_so_and_hold_nobody_up(tmp_path: Path) -> None:
     unknown = Means("unknown", "ours", "carrier-pigeon")
 
-    results = asyncio.run(measure([unknown, MEMCPY], "tiny", ["whole"], 1, tmp_path))
+    results = asyncio.run(measure([unknown, MEMCPY], "tiny", ["whole"], PATIENT.deadline(), tmp_path))
 
     assert not results["unknown", "whole"].is_measured
-    assert "ended" in results["unknown", "whole"].absent
+    reason = results["unknown", "whole"].absent
+    assert "ended" in reason
+    assert "ValidationError" in reason
     assert results[MEMCPY.name, "whole"].is_measured
+
+
+def test_slow_means_get_fewer_rounds_and_say_how_many(tmp_path: Path) -> None:
+    slow = replace(PATIENT, row_s=0.0)
+
+    results = asyncio.run(measure([MEMCPY], "tiny", ["whole"], slow.deadline(), tmp_path))
+
+    assert len(results[MEMCPY.name, "whole"].seconds) == 1
+    assert results[MEMCPY.name, "whole"].rounds == "the first round only"
+
+
+def test_means_that_hang_are_ended_and_never_asked_again(tmp_path: Path) -> None:
+    hasty = replace(PATIENT, round_s=0.001)
+
+    results = asyncio.run(measure([RAW_TCP], "tiny", ["whole", "layers"], hasty.deadline(), tmp_path))
+
+    assert ["no answer within 0 s" in results[RAW_TCP.name, order].absent for order in ("whole", "layers")] == [
+        True
+    ] * 2
+
+
+def test_when_the_time_is_up_the_rows_say_so(tmp_path: Path) -> None:
+    nothing = replace(PATIENT, total_s=0.0)
+
+    results = asyncio.run(measure([MEMCPY], "tiny", ["whole"], nothing.deadline(), tmp_path))
+
+    assert results[MEMCPY.name, "whole"].absent.startswith("left out")
