@@ -30,12 +30,10 @@ class FakeSequence:
     eos_token_ids: frozenset[int]
     count: int = 0
     waits_for_prefill: bool = False
-    has_begun: bool = False
 
     def next_output(self) -> worker_pb2.SequenceOutput:
         """Return the next token, with the end if this is it."""
         token_id = next(self.tokens)
-        self.has_begun = True
         self.count += 1
         output = worker_pb2.SequenceOutput(request_id=self.request_id, tokens=[self.sampled(token_id)])
         if token_id in self.sampling.stop_token_ids or token_id in self.eos_token_ids:
@@ -62,6 +60,8 @@ class FakeSession:
     """What one gateway has running, and what it is owed."""
 
     sequences: dict[str, FakeSequence] = field(default_factory=dict)
+    eager: dict[str, FakeSequence] = field(default_factory=dict)
+    """Those that get a token without waiting for a step; they may wait for their prefill."""
     outputs: list[worker_pb2.SequenceOutput] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -70,15 +70,28 @@ class FakeSession:
         """Whether a step would give tokens."""
         return any(not sequence.waits_for_prefill for sequence in self.sequences.values())
 
+    def add(self, sequence: FakeSequence) -> None:
+        """Begin a sequence: its first token waits for no step."""
+        self.sequences[sequence.request_id] = self.eager[sequence.request_id] = sequence
+        self.changed.set()
+
+    def remove(self, request_id: str) -> bool:
+        """End a sequence; False if there is none."""
+        self.eager.pop(request_id, None)
+        return self.sequences.pop(request_id, None) is not None
+
+    def hurry(self) -> None:
+        """Give each sequence a token without waiting for a step."""
+        self.eager.update(self.sequences)
+        self.changed.set()
+
     def step(self, is_due: bool) -> list[worker_pb2.SequenceOutput]:
-        """Return a token of each sequence that has none yet; when a step is due, of all that are prefilled."""
-        ready = [
-            sequence
-            for sequence in self.sequences.values()
-            if not sequence.waits_for_prefill and (is_due or not sequence.has_begun)
-        ]
+        """Return a token of each sequence that waits for no step; when one is due, of all that are prefilled."""
+        asked = self.sequences if is_due else self.eager
+        ready = [sequence for sequence in asked.values() if not sequence.waits_for_prefill]
         outputs = [sequence.next_output() for sequence in ready]
         for output in outputs:
+            self.eager.pop(output.request_id, None)
             if output.HasField("finished"):
                 del self.sequences[output.request_id]
         return outputs

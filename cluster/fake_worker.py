@@ -126,9 +126,7 @@ class FakeWorker:
     def step(self) -> None:
         """Give each sequence its next token now, whatever `step_s`."""
         for session in self._sessions:
-            for sequence in session.sequences.values():
-                sequence.has_begun = False  # a first token waits for nothing
-            session.changed.set()
+            session.hurry()
 
     def refuse(self, *errors: BatonError) -> None:
         """Answer the next requests (to start or to prefill) with these errors."""
@@ -210,6 +208,7 @@ class FakeWorker:
         self._sessions.discard(session)
         self.cancelled.extend(session.sequences)
         session.sequences.clear()
+        session.eager.clear()
 
     def take(self, session: FakeSession, command: worker_pb2.DecodeCommand) -> None:
         """Carry out a command."""
@@ -218,6 +217,9 @@ class FakeWorker:
                 self._start(session, command.start)
             case "cancel":
                 self._cancel(session, command.cancel)
+            case "batch":
+                for one in command.batch.commands:
+                    self.take(session, one)
 
     def tokens_after(self, token_ids: Sequence[int], num_prompt_tokens: int) -> Iterator[int]:
         """Return what follows a prompt and the output so far."""
@@ -236,16 +238,15 @@ class FakeWorker:
             session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, finished=finished))
             return
         sequence = FakeSequence(request.request_id, tokens, request.sampling, self.model.eos_token_ids, num_generated)
-        session.sequences[request.request_id] = sequence
+        session.add(sequence)
         if request.HasField("prefill"):
             sequence.waits_for_prefill = True
             task = asyncio.create_task(self._prefill(session, sequence, request))
             self._prefills.add(task)
             task.add_done_callback(self._prefills.discard)
-        session.changed.set()
 
     def _cancel(self, session: FakeSession, request: worker_pb2.CancelRequest) -> None:
-        if session.sequences.pop(request.request_id, None) is None:
+        if not session.remove(request.request_id):
             return
         self.cancelled.append(request.request_id)
         if request.wants_summary:
@@ -268,7 +269,7 @@ class FakeWorker:
             async for _ in call:
                 pass
         except grpc.aio.AioRpcError as error:
-            if session.sequences.pop(request.request_id, None) is not None:
+            if session.remove(request.request_id):
                 found = error_to_pb(error_from_rpc(error))
                 session.emit(worker_pb2.SequenceOutput(request_id=request.request_id, error=found))
             return

@@ -53,16 +53,22 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     async def _read(self, session: GatewaySession, commands: Commands) -> None:
         async for command in commands:
-            match command.WhichOneof("command"):
-                case "start":
-                    self._loop.start(session, command.start)
-                case "cancel":
-                    cancel = command.cancel
-                    self._loop.cancel(session, cancel.request_id, cancel.wants_summary)
-                case "attach":
-                    raise InvalidRequestError(f"gateway {session.gateway_id} is attached already")
-                case None:
-                    raise InvalidRequestError("a command that this worker does not know")
+            self._take(session, command)
+
+    def _take(self, session: GatewaySession, command: worker_pb2.DecodeCommand) -> None:
+        match command.WhichOneof("command"):
+            case "start":
+                self._loop.start(session, command.start)
+            case "cancel":
+                cancel = command.cancel
+                self._loop.cancel(session, cancel.request_id, cancel.wants_summary)
+            case "batch":
+                for one in command.batch.commands:
+                    self._take(session, one)
+            case "attach":
+                raise InvalidRequestError(f"gateway {session.gateway_id} is attached already")
+            case None:
+                raise InvalidRequestError("a command that this worker does not know")
 
 
 class DecodeWorker(Worker):

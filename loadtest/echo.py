@@ -1,4 +1,7 @@
-"""An Inference server that answers at once with made-up tokens: what the client alone can do is measured against it."""
+"""An Inference server that answers at once with made-up tokens: what the client alone can do is measured against it.
+
+All its streams get their next token in the same step, as those of a worker do.
+"""
 
 # ruff: noqa: N802, ARG002 - names and signatures of the methods are gRPC's
 
@@ -25,6 +28,34 @@ class EchoTimes:
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
+    """Between two steps; a stream's first token waits for none."""
+
+
+class _Steps:
+    """Wakes all that wait for the next step. Owned by one loop; no timer runs while nobody waits."""
+
+    def __init__(self, tpot_s: float) -> None:
+        self.tpot_s = tpot_s
+        self._waiting: list[asyncio.Future[None]] = []
+        self._last_s = 0.0
+
+    async def next(self) -> None:
+        """Wait for the next step; at once, if steps take no time."""
+        if not self.tpot_s:
+            return
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_at(max(self._last_s + self.tpot_s, loop.time()), self._step)
+        waiting = loop.create_future()
+        self._waiting.append(waiting)
+        await waiting
+
+    def _step(self) -> None:
+        self._last_s = asyncio.get_running_loop().time()
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
 
 class EchoService(inference_pb2_grpc.InferenceServicer):
@@ -32,6 +63,11 @@ class EchoService(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, times: EchoTimes) -> None:
         self._times = times
+        self._steps = _Steps(times.tpot_s)
+
+    def set_tpot(self, tpot_s: float) -> None:
+        """Change the time between two steps."""
+        self._steps.tpot_s = tpot_s
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -44,8 +80,8 @@ class EchoService(inference_pb2_grpc.InferenceServicer):
             count = request.sampling.max_tokens or 16
             await asyncio.sleep(self._times.ttft_s)
             for number in range(count):
-                if number and self._times.tpot_s:
-                    await asyncio.sleep(self._times.tpot_s)
+                if number:
+                    await self._steps.next()
                 yield inference_pb2.GenerateResponse(
                     request_id=request.request_id, text="x ", token_ids=[prompt[number % len(prompt)]]
                 )
@@ -95,18 +131,20 @@ class EchoService(inference_pb2_grpc.InferenceServicer):
 class EchoServer:
     """The echo behind a real gRPC server on a port of its own."""
 
-    def __init__(self, server: grpc.aio.Server, address: str) -> None:
+    def __init__(self, server: grpc.aio.Server, address: str, service: EchoService) -> None:
         self.address = address
+        self.service = service
         self._server = server
 
     @classmethod
     async def start(cls, times: EchoTimes = EchoTimes(), port: int = 0) -> Self:
         """Listen on 127.0.0.1; port 0 takes any free one."""
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-        inference_pb2_grpc.add_InferenceServicer_to_server(EchoService(times), server)
+        service = EchoService(times)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
         bound = server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
-        return cls(server, f"127.0.0.1:{bound}")
+        return cls(server, f"127.0.0.1:{bound}", service)
 
     async def stop(self) -> None:
         """Cancel what runs and close the port."""

@@ -31,6 +31,10 @@ class HttpEcho:
         """host:port"""
         self.tpot_s = tpot_s
         self.connections: set[_Connection] = set()
+        self.streaming: set[_Connection] = set()
+        """Those that have tokens to write."""
+        self.begun = asyncio.Event()
+        """Set when one of them begins."""
         self._server: asyncio.Server | None = None
         self._stepper: asyncio.Task[None] | None = None
 
@@ -54,11 +58,21 @@ class HttpEcho:
         for connection in list(self.connections):
             connection.cut()
 
+    def set_tpot(self, tpot_s: float) -> None:
+        """Change the time between two steps, from now on."""
+        assert self._stepper is not None
+        self.tpot_s = tpot_s
+        self._stepper.cancel()
+        self._stepper = asyncio.create_task(self._step())
+
     async def _step(self) -> None:
         while True:
-            for connection in list(self.connections):
-                connection.step()
+            if not self.streaming:
+                self.begun.clear()
+                await self.begun.wait()
             await asyncio.sleep(self.tpot_s)
+            for connection in list(self.streaming):
+                connection.step()
 
 
 class _Connection(asyncio.Protocol):
@@ -81,6 +95,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """End."""
         self._echo.connections.discard(self)
+        self._echo.streaming.discard(self)
 
     def pause_writing(self) -> None:
         """Skip steps: the client does not read."""
@@ -116,7 +131,7 @@ class _Connection(asyncio.Protocol):
 
     def step(self) -> None:
         """Write a token, if one is due and the client reads."""
-        if self._left and self._is_writable:
+        if self._is_writable:
             self._write_token()
 
     def _begin(self, path: str, asked: dict[str, Any]) -> None:
@@ -124,6 +139,8 @@ class _Connection(asyncio.Protocol):
         self._is_chat = path.endswith("/chat/completions")
         if asked.get("stream"):
             self._left = self._total
+            self._echo.streaming.add(self)
+            self._echo.begun.set()
             self._transport.write(_HEADS[True])
             self._write_token()
             return
@@ -135,6 +152,8 @@ class _Connection(asyncio.Protocol):
 
     def _write_token(self) -> None:
         self._left -= 1
+        if not self._left:
+            self._echo.streaming.discard(self)
         ending = None if self._left else "length"
         part: dict[str, Any] = {"delta": {"content": "x "}} if self._is_chat else {"text": "x "}
         event = {**self._head(), "choices": [{"index": 0, "logprobs": None, "finish_reason": ending, **part}]}

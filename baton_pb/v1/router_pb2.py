@@ -26,7 +26,7 @@ from baton_pb.v1 import common_pb2 as baton__pb_dot_v1_dot_common__pb2
 from baton_pb.v1 import worker_pb2 as baton__pb_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton_pb/v1/router.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\x1a\x18\x62\x61ton_pb/v1/worker.proto\"\xf2\x01\n\rRouterCommand\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x16.baton.v1.RouterAttachH\x00\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x16.baton.v1.PlaceRequestH\x00\x12/\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x18.baton.v1.FirstTokenSeenH\x00\x12+\n\x07release\x18\x04 \x01(\x0b\x32\x18.baton.v1.ReleaseRequestH\x00\x12%\n\x04hold\x18\x05 \x01(\x0b\x32\x15.baton.v1.HoldRequestH\x00\x42\t\n\x07\x63ommand\"\"\n\x0cRouterAttach\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xe3\x02\n\x0cPlaceRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x03(\x0c\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x06 \x03(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12$\n\x08priority\x18\x08 \x01(\x0e\x32\x12.baton.v1.Priority\x12\x1a\n\rttft_target_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rtpot_target_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0bis_admitted\x18\x0c \x01(\x08\x42\x10\n\x0e_ttft_target_sB\x10\n\x0e_tpot_target_sB\x0c\n\n_timeout_s\"(\n\x0e\x46irstTokenSeen\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x8e\x01\n\x0eReleaseRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x1a\n\routput_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12transfer_exposed_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_output_tokensB\x15\n\x13_transfer_exposed_s\"\xba\x01\n\x0bHoldRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x02 \x01(\t\x12\x1e\n\x11prefill_worker_id\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x05 \x01(\r\x12\x14\n\x0cis_prefilled\x18\x06 \x01(\x08\x42\x14\n\x12_prefill_worker_id\"\xcd\x01\n\x0bRouterReply\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12.\n\tplacement\x18\x02 \x01(\x0b\x32\x19.baton.v1.WorkerPlacementH\x00\x12 \n\x05\x65rror\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\'\n\x05\x66\x61\x63ts\x18\x04 \x01(\x0b\x32\x16.baton.v1.ClusterFactsH\x00\x12\"\n\x06queued\x18\x05 \x01(\x0b\x32\x10.baton.v1.QueuedH\x00\x42\x07\n\x05reply\"\x1c\n\x06Queued\x12\x12\n\nwait_max_s\x18\x01 \x01(\x01\"N\n\x0c\x43lusterFacts\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\"\xa5\x02\n\x0fWorkerPlacement\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12-\n\x07prefill\x18\x03 \x01(\x0b\x32\x17.baton.v1.PrefillTargetH\x00\x88\x01\x01\x12\x19\n\x11\x64\x65\x63ode_hit_blocks\x18\x04 \x01(\r\x12\x1a\n\x12prefill_hit_blocks\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x32\n\rprefix_holder\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefixHolderH\x01\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18\x08 \x01(\x01\x42\n\n\x08_prefillB\x10\n\x0e_prefix_holder\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"B\n\x0c\x45xplainReply\x12\x32\n\nplacements\x18\x01 \x03(\x0b\x32\x1e.baton.v1.PlacementExplanation\"\x94\x02\n\x14PlacementExplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x1e\n\x11prefill_worker_id\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18\x06 \x01(\x01\x12\x1c\n\x0fobserved_ttft_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12,\n\nconsidered\x18\x08 \x03(\x0b\x32\x18.baton.v1.ConsideredPairB\x14\n\x12_prefill_worker_idB\x12\n\x10_observed_ttft_s\"\xf5\x01\n\x0e\x43onsideredPair\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x01 \x01(\t\x12\x1e\n\x11prefill_worker_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\tis_chosen\x18\x03 \x01(\x08\x12\x15\n\rmeets_targets\x18\x04 \x01(\x08\x12\x0f\n\x07total_s\x18\x05 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x06 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12!\n\x05terms\x18\t \x03(\x0b\x32\x12.baton.v1.CostTermB\x14\n\x12_prefill_worker_id\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"e\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0c\n\x04node\x18\x04 \x01(\t\"=\n\x11SetWorkersRequest\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.baton.v1.WorkerAddress\"\x11\n\x0fSetWorkersReply\"\x18\n\x16GetRouterStatusRequest\"\x88\x02\n\x0cRouterStatus\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x14\n\x0creservations\x18\x02 \x01(\r\x12\x16\n\x0eindexed_blocks\x18\x03 \x01(\x04\x12\x18\n\x10placements_total\x18\x04 \x01(\x04\x12\x36\n\x08\x63ounters\x18\x05 \x03(\x0b\x32$.baton.v1.RouterStatus.CountersEntry\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x0e\n\x06queued\x18\x07 \x01(\r\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xea\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\"\n\x04load\x18\x06 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12+\n\thandshake\x18\x07 \x01(\x0b\x32\x18.baton.v1.HandshakeReply\x12\x14\n\x0creservations\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t2\x97\x02\n\x06Router\x12=\n\x07Session\x12\x17.baton.v1.RouterCommand\x1a\x15.baton.v1.RouterReply(\x01\x30\x01\x12\x44\n\nSetWorkers\x12\x1b.baton.v1.SetWorkersRequest\x1a\x19.baton.v1.SetWorkersReply\x12K\n\x0fGetRouterStatus\x12 .baton.v1.GetRouterStatusRequest\x1a\x16.baton.v1.RouterStatus\x12;\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x16.baton.v1.ExplainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton_pb/v1/router.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\x1a\x18\x62\x61ton_pb/v1/worker.proto\"\xa1\x02\n\rRouterCommand\x12(\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x16.baton.v1.RouterAttachH\x00\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x16.baton.v1.PlaceRequestH\x00\x12/\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x18.baton.v1.FirstTokenSeenH\x00\x12+\n\x07release\x18\x04 \x01(\x0b\x32\x18.baton.v1.ReleaseRequestH\x00\x12%\n\x04hold\x18\x05 \x01(\x0b\x32\x15.baton.v1.HoldRequestH\x00\x12-\n\x05\x62\x61tch\x18\x06 \x01(\x0b\x32\x1c.baton.v1.RouterCommandBatchH\x00\x42\t\n\x07\x63ommand\"?\n\x12RouterCommandBatch\x12)\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x17.baton.v1.RouterCommand\"\"\n\x0cRouterAttach\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xe3\x02\n\x0cPlaceRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x03(\x0c\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x06 \x03(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12$\n\x08priority\x18\x08 \x01(\x0e\x32\x12.baton.v1.Priority\x12\x1a\n\rttft_target_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rtpot_target_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0bis_admitted\x18\x0c \x01(\x08\x42\x10\n\x0e_ttft_target_sB\x10\n\x0e_tpot_target_sB\x0c\n\n_timeout_s\"(\n\x0e\x46irstTokenSeen\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x8e\x01\n\x0eReleaseRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x1a\n\routput_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12transfer_exposed_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_output_tokensB\x15\n\x13_transfer_exposed_s\"\xba\x01\n\x0bHoldRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x02 \x01(\t\x12\x1e\n\x11prefill_worker_id\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x05 \x01(\r\x12\x14\n\x0cis_prefilled\x18\x06 \x01(\x08\x42\x14\n\x12_prefill_worker_id\"\xfa\x01\n\x0bRouterReply\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12.\n\tplacement\x18\x02 \x01(\x0b\x32\x19.baton.v1.WorkerPlacementH\x00\x12 \n\x05\x65rror\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\'\n\x05\x66\x61\x63ts\x18\x04 \x01(\x0b\x32\x16.baton.v1.ClusterFactsH\x00\x12\"\n\x06queued\x18\x05 \x01(\x0b\x32\x10.baton.v1.QueuedH\x00\x12+\n\x05\x62\x61tch\x18\x06 \x01(\x0b\x32\x1a.baton.v1.RouterReplyBatchH\x00\x42\x07\n\x05reply\":\n\x10RouterReplyBatch\x12&\n\x07replies\x18\x01 \x03(\x0b\x32\x15.baton.v1.RouterReply\"\x1c\n\x06Queued\x12\x12\n\nwait_max_s\x18\x01 \x01(\x01\"N\n\x0c\x43lusterFacts\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\"\xa5\x02\n\x0fWorkerPlacement\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12-\n\x07prefill\x18\x03 \x01(\x0b\x32\x17.baton.v1.PrefillTargetH\x00\x88\x01\x01\x12\x19\n\x11\x64\x65\x63ode_hit_blocks\x18\x04 \x01(\r\x12\x1a\n\x12prefill_hit_blocks\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x32\n\rprefix_holder\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefixHolderH\x01\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18\x08 \x01(\x01\x42\n\n\x08_prefillB\x10\n\x0e_prefix_holder\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"B\n\x0c\x45xplainReply\x12\x32\n\nplacements\x18\x01 \x03(\x0b\x32\x1e.baton.v1.PlacementExplanation\"\x94\x02\n\x14PlacementExplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x1e\n\x11prefill_worker_id\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18\x06 \x01(\x01\x12\x1c\n\x0fobserved_ttft_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12,\n\nconsidered\x18\x08 \x03(\x0b\x32\x18.baton.v1.ConsideredPairB\x14\n\x12_prefill_worker_idB\x12\n\x10_observed_ttft_s\"\xf5\x01\n\x0e\x43onsideredPair\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x01 \x01(\t\x12\x1e\n\x11prefill_worker_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\tis_chosen\x18\x03 \x01(\x08\x12\x15\n\rmeets_targets\x18\x04 \x01(\x08\x12\x0f\n\x07total_s\x18\x05 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x06 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12!\n\x05terms\x18\t \x03(\x0b\x32\x12.baton.v1.CostTermB\x14\n\x12_prefill_worker_id\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"e\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0c\n\x04node\x18\x04 \x01(\t\"=\n\x11SetWorkersRequest\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.baton.v1.WorkerAddress\"\x11\n\x0fSetWorkersReply\"\x18\n\x16GetRouterStatusRequest\"\x88\x02\n\x0cRouterStatus\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x14\n\x0creservations\x18\x02 \x01(\r\x12\x16\n\x0eindexed_blocks\x18\x03 \x01(\x04\x12\x18\n\x10placements_total\x18\x04 \x01(\x04\x12\x36\n\x08\x63ounters\x18\x05 \x03(\x0b\x32$.baton.v1.RouterStatus.CountersEntry\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x0e\n\x06queued\x18\x07 \x01(\r\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xea\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\"\n\x04load\x18\x06 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12+\n\thandshake\x18\x07 \x01(\x0b\x32\x18.baton.v1.HandshakeReply\x12\x14\n\x0creservations\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t2\x97\x02\n\x06Router\x12=\n\x07Session\x12\x17.baton.v1.RouterCommand\x1a\x15.baton.v1.RouterReply(\x01\x30\x01\x12\x44\n\nSetWorkers\x12\x1b.baton.v1.SetWorkersRequest\x1a\x19.baton.v1.SetWorkersReply\x12K\n\x0fGetRouterStatus\x12 .baton.v1.GetRouterStatusRequest\x1a\x16.baton.v1.RouterStatus\x12;\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x16.baton.v1.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,49 +36,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERSTATUS_COUNTERSENTRY']._loaded_options = None
   _globals['_ROUTERSTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_ROUTERCOMMAND']._serialized_start=91
-  _globals['_ROUTERCOMMAND']._serialized_end=333
-  _globals['_ROUTERATTACH']._serialized_start=335
-  _globals['_ROUTERATTACH']._serialized_end=369
-  _globals['_PLACEREQUEST']._serialized_start=372
-  _globals['_PLACEREQUEST']._serialized_end=727
-  _globals['_FIRSTTOKENSEEN']._serialized_start=729
-  _globals['_FIRSTTOKENSEEN']._serialized_end=769
-  _globals['_RELEASEREQUEST']._serialized_start=772
-  _globals['_RELEASEREQUEST']._serialized_end=914
-  _globals['_HOLDREQUEST']._serialized_start=917
-  _globals['_HOLDREQUEST']._serialized_end=1103
-  _globals['_ROUTERREPLY']._serialized_start=1106
-  _globals['_ROUTERREPLY']._serialized_end=1311
-  _globals['_QUEUED']._serialized_start=1313
-  _globals['_QUEUED']._serialized_end=1341
-  _globals['_CLUSTERFACTS']._serialized_start=1343
-  _globals['_CLUSTERFACTS']._serialized_end=1421
-  _globals['_WORKERPLACEMENT']._serialized_start=1424
-  _globals['_WORKERPLACEMENT']._serialized_end=1717
-  _globals['_EXPLAINREQUEST']._serialized_start=1719
-  _globals['_EXPLAINREQUEST']._serialized_end=1755
-  _globals['_EXPLAINREPLY']._serialized_start=1757
-  _globals['_EXPLAINREPLY']._serialized_end=1823
-  _globals['_PLACEMENTEXPLANATION']._serialized_start=1826
-  _globals['_PLACEMENTEXPLANATION']._serialized_end=2102
-  _globals['_CONSIDEREDPAIR']._serialized_start=2105
-  _globals['_CONSIDEREDPAIR']._serialized_end=2350
-  _globals['_COSTTERM']._serialized_start=2352
-  _globals['_COSTTERM']._serialized_end=2393
-  _globals['_WORKERADDRESS']._serialized_start=2395
-  _globals['_WORKERADDRESS']._serialized_end=2496
-  _globals['_SETWORKERSREQUEST']._serialized_start=2498
-  _globals['_SETWORKERSREQUEST']._serialized_end=2559
-  _globals['_SETWORKERSREPLY']._serialized_start=2561
-  _globals['_SETWORKERSREPLY']._serialized_end=2578
-  _globals['_GETROUTERSTATUSREQUEST']._serialized_start=2580
-  _globals['_GETROUTERSTATUSREQUEST']._serialized_end=2604
-  _globals['_ROUTERSTATUS']._serialized_start=2607
-  _globals['_ROUTERSTATUS']._serialized_end=2871
-  _globals['_ROUTERSTATUS_COUNTERSENTRY']._serialized_start=2824
-  _globals['_ROUTERSTATUS_COUNTERSENTRY']._serialized_end=2871
-  _globals['_WORKERSTATUS']._serialized_start=2874
-  _globals['_WORKERSTATUS']._serialized_end=3108
-  _globals['_ROUTER']._serialized_start=3111
-  _globals['_ROUTER']._serialized_end=3390
+  _globals['_ROUTERCOMMAND']._serialized_end=380
+  _globals['_ROUTERCOMMANDBATCH']._serialized_start=382
+  _globals['_ROUTERCOMMANDBATCH']._serialized_end=445
+  _globals['_ROUTERATTACH']._serialized_start=447
+  _globals['_ROUTERATTACH']._serialized_end=481
+  _globals['_PLACEREQUEST']._serialized_start=484
+  _globals['_PLACEREQUEST']._serialized_end=839
+  _globals['_FIRSTTOKENSEEN']._serialized_start=841
+  _globals['_FIRSTTOKENSEEN']._serialized_end=881
+  _globals['_RELEASEREQUEST']._serialized_start=884
+  _globals['_RELEASEREQUEST']._serialized_end=1026
+  _globals['_HOLDREQUEST']._serialized_start=1029
+  _globals['_HOLDREQUEST']._serialized_end=1215
+  _globals['_ROUTERREPLY']._serialized_start=1218
+  _globals['_ROUTERREPLY']._serialized_end=1468
+  _globals['_ROUTERREPLYBATCH']._serialized_start=1470
+  _globals['_ROUTERREPLYBATCH']._serialized_end=1528
+  _globals['_QUEUED']._serialized_start=1530
+  _globals['_QUEUED']._serialized_end=1558
+  _globals['_CLUSTERFACTS']._serialized_start=1560
+  _globals['_CLUSTERFACTS']._serialized_end=1638
+  _globals['_WORKERPLACEMENT']._serialized_start=1641
+  _globals['_WORKERPLACEMENT']._serialized_end=1934
+  _globals['_EXPLAINREQUEST']._serialized_start=1936
+  _globals['_EXPLAINREQUEST']._serialized_end=1972
+  _globals['_EXPLAINREPLY']._serialized_start=1974
+  _globals['_EXPLAINREPLY']._serialized_end=2040
+  _globals['_PLACEMENTEXPLANATION']._serialized_start=2043
+  _globals['_PLACEMENTEXPLANATION']._serialized_end=2319
+  _globals['_CONSIDEREDPAIR']._serialized_start=2322
+  _globals['_CONSIDEREDPAIR']._serialized_end=2567
+  _globals['_COSTTERM']._serialized_start=2569
+  _globals['_COSTTERM']._serialized_end=2610
+  _globals['_WORKERADDRESS']._serialized_start=2612
+  _globals['_WORKERADDRESS']._serialized_end=2713
+  _globals['_SETWORKERSREQUEST']._serialized_start=2715
+  _globals['_SETWORKERSREQUEST']._serialized_end=2776
+  _globals['_SETWORKERSREPLY']._serialized_start=2778
+  _globals['_SETWORKERSREPLY']._serialized_end=2795
+  _globals['_GETROUTERSTATUSREQUEST']._serialized_start=2797
+  _globals['_GETROUTERSTATUSREQUEST']._serialized_end=2821
+  _globals['_ROUTERSTATUS']._serialized_start=2824
+  _globals['_ROUTERSTATUS']._serialized_end=3088
+  _globals['_ROUTERSTATUS_COUNTERSENTRY']._serialized_start=3041
+  _globals['_ROUTERSTATUS_COUNTERSENTRY']._serialized_end=3088
+  _globals['_WORKERSTATUS']._serialized_start=3091
+  _globals['_WORKERSTATUS']._serialized_end=3325
+  _globals['_ROUTER']._serialized_start=3328
+  _globals['_ROUTER']._serialized_end=3607
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,7 @@ class RouterCommand(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___RouterAttach: ...
     @_builtins.property
@@ -43,6 +44,10 @@ class RouterCommand(_message.Message):
     def hold(self) -> Global___HoldRequest:
         """After a router restart: count this running reservation again."""
 
+    @_builtins.property
+    def batch(self) -> Global___RouterCommandBatch:
+        """Several at once, in order; none of them a batch or attach."""
+
     def __init__(
         self,
         *,
@@ -51,16 +56,37 @@ class RouterCommand(_message.Message):
         first_token: Global___FirstTokenSeen | None = ...,
         release: Global___ReleaseRequest | None = ...,
         hold: Global___HoldRequest | None = ...,
+        batch: Global___RouterCommandBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "command", b"command", "first_token", b"first_token", "hold", b"hold", "place", b"place", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "batch", b"batch", "command", b"command", "first_token", b"first_token", "hold", b"hold", "place", b"place", "release", b"release"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "command", b"command", "first_token", b"first_token", "hold", b"hold", "place", b"place", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "batch", b"batch", "command", b"command", "first_token", b"first_token", "hold", b"hold", "place", b"place", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["attach", "place", "first_token", "release", "hold"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["attach", "place", "first_token", "release", "hold", "batch"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___RouterCommand: _TypeAlias = RouterCommand  # noqa: Y015
+
+@_typing.final
+class RouterCommandBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterCommand]: ...
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___RouterCommand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterCommandBatch: _TypeAlias = RouterCommandBatch  # noqa: Y015
 
 @_typing.final
 class RouterAttach(_message.Message):
@@ -252,6 +278,7 @@ class RouterReply(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     @_builtins.property
     def placement(self) -> Global___WorkerPlacement: ...
@@ -265,6 +292,10 @@ class RouterReply(_message.Message):
     def queued(self) -> Global___Queued:
         """It waits for room; the placement or an error follows."""
 
+    @_builtins.property
+    def batch(self) -> Global___RouterReplyBatch:
+        """Several at once, in order; none of them a batch."""
+
     def __init__(
         self,
         *,
@@ -273,16 +304,37 @@ class RouterReply(_message.Message):
         error: _common_pb2.Error | None = ...,
         facts: Global___ClusterFacts | None = ...,
         queued: Global___Queued | None = ...,
+        batch: Global___RouterReplyBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "queued", b"queued", "reply", b"reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "error", b"error", "facts", b"facts", "placement", b"placement", "queued", b"queued", "reply", b"reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "facts", b"facts", "placement", b"placement", "queued", b"queued", "reply", b"reply", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "error", b"error", "facts", b"facts", "placement", b"placement", "queued", b"queued", "reply", b"reply", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["placement", "error", "facts", "queued"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["placement", "error", "facts", "queued", "batch"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
 Global___RouterReply: _TypeAlias = RouterReply  # noqa: Y015
+
+@_typing.final
+class RouterReplyBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterReply]: ...
+    def __init__(
+        self,
+        *,
+        replies: _abc.Iterable[Global___RouterReply] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replies", b"replies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterReplyBatch: _TypeAlias = RouterReplyBatch  # noqa: Y015
 
 @_typing.final
 class Queued(_message.Message):

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -150,7 +150,7 @@ class DecodeClient:
         self._turns = turns
         self._channel = open_channel(address)
         attach = worker_pb2.DecodeCommand(attach=worker_pb2.Attach(gateway_id=gateway_id))
-        self._outbox = Outbox(_OUTBOX_MAX, attach)
+        self._outbox = Outbox(_OUTBOX_MAX, attach, _together)
         self._streams: dict[str, SequenceStream] = {}
         stub: worker_pb2_grpc.DecodeAsyncStub = worker_pb2_grpc.DecodeStub(self._channel)
         self._call: Any = stub.Session(self._outbox)  # its type is generic in ways that cannot be named
@@ -208,6 +208,10 @@ class DecodeClient:
     def _send(self, command: worker_pb2.DecodeCommand) -> None:
         if not self._outbox.put(command):
             self._call.cancel()  # a worker that does not read is lost; `run` tells the streams
+
+
+def _together(commands: Sequence[worker_pb2.DecodeCommand]) -> worker_pb2.DecodeCommand:
+    return worker_pb2.DecodeCommand(batch=worker_pb2.DecodeCommandBatch(commands=commands))
 
 
 class DecodeClients:

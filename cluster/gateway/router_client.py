@@ -5,7 +5,7 @@ The session comes back after a router restart by itself, and counts the running 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -146,7 +146,7 @@ class RouterClient:
         self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)
         self._connected = asyncio.Event()
         self._has_facts = asyncio.Event()
-        self._outbox = Outbox[router_pb2.RouterCommand](_OUTBOX_MAX)
+        self._outbox: Outbox[router_pb2.RouterCommand] | None = None
         self._call: Any = None  # grpc.aio's call types are generic in ways that cannot be named
         self._questions: dict[str, _Question] = {}
         self._live: dict[str, Reservation] = {}
@@ -216,16 +216,14 @@ class RouterClient:
                 await asyncio.sleep(pause_s)  # backoff: a connection that fails cannot be waited for
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
         finally:
-            self._connected.clear()
-            self._outbox.close()
-            self._forget_questions()
+            self._disconnect()
             if self._call is not None:
                 self._call.cancel()
             await self._channel.close(None)
 
     def send(self, command: router_pb2.RouterCommand) -> None:
         """Send a command, if there is a session; the next session begins with all that is still true."""
-        if not self._connected.is_set():
+        if self._outbox is None or not self._connected.is_set():
             return
         if not self._outbox.put(command):
             # A router that does not read is as good as gone: its session ends, and with it all reservations on it.
@@ -282,7 +280,7 @@ class RouterClient:
 
     async def _open(self) -> None:
         attach = router_pb2.RouterCommand(attach=router_pb2.RouterAttach(gateway_id=self._gateway_id))
-        self._outbox = Outbox(_OUTBOX_MAX, attach)
+        self._outbox = Outbox(_OUTBOX_MAX, attach, _together)
         self._call = self._stub.Session(self._outbox, wait_for_ready=True)
         await self._call.initial_metadata()  # the router sends it when it has attached us
         if self._call.done():
@@ -295,16 +293,20 @@ class RouterClient:
 
     async def _read(self) -> None:
         async for reply in self._call:
-            if reply.HasField("facts"):
-                self.facts = reply.facts
-                self._has_facts.set()
-            elif (question := self._questions.get(reply.reservation_id)) is not None and not question.answer.done():
-                if reply.HasField("queued"):
-                    # It waits for room, and will be answered: the limit for a router that is away does not count now.
-                    patience_s = reply.queued.wait_max_s + self._wait_s
-                    question.limit.reschedule(asyncio.get_running_loop().time() + patience_s)
-                else:
-                    question.answer.set_result(reply)
+            for one in reply.batch.replies if reply.HasField("batch") else (reply,):
+                self._take(one)
+
+    def _take(self, reply: router_pb2.RouterReply) -> None:
+        if reply.HasField("facts"):
+            self.facts = reply.facts
+            self._has_facts.set()
+        elif (question := self._questions.get(reply.reservation_id)) is not None and not question.answer.done():
+            if reply.HasField("queued"):
+                # It waits for room, and will be answered: the limit for a router that is away does not count now.
+                patience_s = reply.queued.wait_max_s + self._wait_s
+                question.limit.reschedule(asyncio.get_running_loop().time() + patience_s)
+            else:
+                question.answer.set_result(reply)
 
     async def _renew_channel(self) -> None:
         """Connect anew where connections are encrypted: a channel shows for ever the certificate it began with."""
@@ -315,17 +317,22 @@ class RouterClient:
 
     async def _lose(self, reason: str) -> None:
         was_connected = self._connected.is_set()
-        self._connected.clear()
-        self._outbox.close()
-        self._forget_questions()
+        self._disconnect()
         if was_connected:
             log(_LOG, logging.WARNING, f"router lost: {reason}", address=self._address)
             await self._on_change(False)
 
-    def _forget_questions(self) -> None:
+    def _disconnect(self) -> None:
+        self._connected.clear()
+        if self._outbox is not None:
+            self._outbox.close()
         for question in self._questions.values():
             if not question.answer.done():
                 question.answer.set_exception(_SessionLostError())
+
+
+def _together(commands: Sequence[router_pb2.RouterCommand]) -> router_pb2.RouterCommand:
+    return router_pb2.RouterCommand(batch=router_pb2.RouterCommandBatch(commands=commands))
 
 
 def _question(reservation_id: str, wanted: Wanted) -> router_pb2.PlaceRequest:

@@ -13,6 +13,9 @@ from common.status import error_to_pb
 UNREAD_MAX = 4096
 """Replies that wait for a gateway that does not read; one so far behind loses its session."""
 
+_BATCH_MAX = 256
+"""Replies in one message; each has a few hundred bytes."""
+
 
 class GatewaySession:
     """Owned by the router's loop. Plain functions but for `next_reply`; `close` releases everything."""
@@ -50,6 +53,9 @@ class GatewaySession:
                 self._release(command.release)
             case "hold":
                 self._hold(command.hold)
+            case "batch":
+                for one in command.batch.commands:
+                    self.take(one)
             case "attach" | None:
                 raise InvalidRequestError("a session attaches once, and knows place, first_token, release and hold")
 
@@ -62,8 +68,14 @@ class GatewaySession:
                 self.broken.set_exception(OverloadedError(f"{UNREAD_MAX} replies are unread"))
 
     async def next_reply(self) -> router_pb2.RouterReply:
-        """Wait for a reply to send."""
-        return await self._replies.get()
+        """Wait for something to send; replies that have come together go together."""
+        first = await self._replies.get()
+        if self._replies.empty():
+            return first
+        replies = [first]
+        while not self._replies.empty() and len(replies) < _BATCH_MAX:
+            replies.append(self._replies.get_nowait())
+        return router_pb2.RouterReply(batch=router_pb2.RouterReplyBatch(replies=replies))
 
     def close(self) -> None:
         """Withdraw what waits, and release what the gateway has not released."""

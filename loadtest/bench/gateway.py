@@ -1,9 +1,24 @@
 """`make bench-gateway`: what the gateway costs, without a model: a worker that echoes, one core for the gateway.
 
-Time to the first token through the gateway less that of the same client talking to an echo server directly; requests
-and tokens for each second; memory of idle streams. `vllm-router` and `sglang-router` stand in front of the same kind of
-echo in the gateway's place, if loadtest/bench/peers/routers.sh could install them. The gateway has core 0 to itself;
-client and backend share the last core and may be the slower part: so tokens are taken per second of processor time.
+Four servers for the same client, which sits on the last core beside the backend and knows each protocol by its bytes
+(gateway_h2.py and gateway_load.py: it costs a tenth of what a usual client does, and so delays little):
+
+- `direct`: the backend itself, by gRPC or server-sent events
+- ours: a gateway on core 0; behind it a worker without a model and a router, both in the backend's process
+- `vllm-router` and `sglang-router`, each on core 0 while it is measured, before the backend's HTTP echo; if
+  loadtest/bench/peers/routers.sh could install them, and for server-sent events only
+
+All backends do the same: a stream has its first token at once, and all streams their next ones in the same step, as a
+batch does. Three loads:
+
+- added TTFT: requests come by chance at a rate that keeps so many streams running (Poisson, the same times for every
+  server), whatever becomes of those before. Its percentile less that of `direct`. Servers take turns, and all their
+  turns count together.
+- requests of one token, so many at once, each asked when the one before has ended: a closed loop
+- tokens, so many long streams at once, each with more tokens due than the gateway can relay one by one: what it relays
+  for each second of its processor time
+
+And what 10,000 streams weigh that have begun and wait.
 """
 
 import argparse
@@ -12,225 +27,180 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cluster.fake_model import write_model
 from common.errors import BatonError, DeadlineError, WorkerLostError
 from loadtest.bench.common import BenchRow, publish
-from loadtest.bench.gateway_load import Face, GrpcFace, Samples, SseFace, run
+from loadtest.bench.gateway_load import Face, GrpcFace, Samples, SseFace, poisson, run, run_paced, warm_up
 from loadtest.bench.gateway_parts import MODEL, Part
+from loadtest.bench.gateway_rows import LONG, PACED, SHORT, Found, Measured, Shape, request_rows, token_rows, ttft_rows
 
 GATEWAY_CORE = 0
-TTFT_GOAL_MS, TOKENS_GOAL, IDLE_GOAL_GIB = 2.0, 20_000.0, 1.0
+IDLE_GOAL_GIB = 1.0
 _PEERS = {
     "vllm-router": ["vllm-router"],
     "sglang-router": ["sglang-router", "launch"],
 }
 _READY_S = 30.0
 _WAVE = 250
+_TURNS = 2
+"""Of each server, for times to the first token."""
+_SLOTS = 2
+"""Connections for each stream that runs on average; it is by chance that more run."""
+_SEED = 11
+_IDLE_STEP_S = 3600.0
 
 
-class Shape(NamedTuple):
-    """A load: so many streams, each asking again when its answer has ended."""
+class Server(NamedTuple):
+    """What is measured, and how it is asked."""
 
-    streams: int
-    max_tokens: int
-    step_s: float
-    """Time between two tokens of a stream."""
-
-
-PACED = (Shape(1, 2, 0.02), Shape(64, 20, 0.05), Shape(256, 20, 0.05))
-SHORT = (Shape(1, 1, 0.0), Shape(64, 1, 0.0), Shape(256, 1, 0.0))
-LONG = (Shape(64, 400, 0.002), Shape(256, 400, 0.005))
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One load on one server."""
-
-    samples: Samples
-    cpu_s: float
-    """Of the server's processes."""
-
-    @property
-    def tokens_per_cpu_s(self) -> float:
-        """Tokens for each second of processor time."""
-        return self.samples.num_tokens / self.cpu_s
-
-    @property
-    def requests_per_cpu_s(self) -> float:
-        """Requests for each second of processor time."""
-        return len(self.samples.ttft_s) / self.cpu_s
+    part: Part
+    face: Callable[[], Face]
 
 
 def main() -> None:
     """Run all loads and publish the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of each load")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each load; half as long without pauses")
     parser.add_argument("--peers", type=Path, help="the venv that loadtest/bench/peers/routers.sh made")
     parser.add_argument("--idle", type=int, default=10_000, help="idle streams; 0: leave that part out")
+    parser.add_argument("--only", choices=("paced", "short", "long"), help="one kind of load, and no idle streams")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[-1]})
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        bench = _Bench(write_model(Path(folder)), cores[-1], arguments.seconds, arguments.peers)
-        rows = bench.rows("gRPC") + bench.rows("SSE")
-        if arguments.idle:
-            rows += [bench.idle_row("gRPC", arguments.idle), bench.idle_row("SSE", arguments.idle)]
+        model_dir = write_model(Path(folder))
+        with _servers(model_dir, cores[-1]) as (backend, gateway), ExitStack() as peers:
+            bench = _Bench(backend, gateway, _started_peers(peers, arguments.peers, backend), arguments.seconds)
+            rows = [row for kind in ("gRPC", "SSE") for row in bench.rows(kind, arguments.only)]
+        if arguments.idle and arguments.only is None:
+            rows += [_idle_row(kind, arguments.idle, model_dir, cores[-1]) for kind in ("gRPC", "SSE")]
     publish("gateway", rows)
 
 
 class _Bench:
-    """The settings of all loads."""
+    """The servers, and how long each load lasts."""
 
-    def __init__(self, model_dir: Path, core: int, seconds: float, peers: Path | None) -> None:
-        self._model_dir = model_dir
-        self._core = core
-        self._seconds = seconds
+    def __init__(self, backend: Part, gateway: Part, peers: Mapping[str, Server | str], seconds: float) -> None:
+        self._backend = backend
+        self._gateway = gateway
         self._peers = peers
+        self._seconds = seconds
 
-    def rows(self, kind: str) -> list[BenchRow]:
+    def rows(self, kind: str, only: str | None) -> list[BenchRow]:
         """Return the rows of one API, `gRPC` or `SSE`; only the second has peers."""
         rows: list[BenchRow] = []
-        for shape in PACED:
-            rows += _ttft_rows(kind, shape, self._measure(kind, shape))
-        for shape in SHORT:
-            rows += _request_rows(kind, shape, self._measure(kind, shape))
-        for shape in LONG:
-            rows += _token_rows(kind, shape, self._measure(kind, shape))
+        for shape in PACED if only in (None, "paced") else ():
+            rows += ttft_rows(kind, shape, self._measure(kind, shape, self._paced, _TURNS))
+        for shape in SHORT if only in (None, "short") else ():
+            rows += request_rows(kind, shape, self._measure(kind, shape, self._busy, 1))
+        for shape in LONG if only in (None, "long") else ():
+            rows += token_rows(kind, shape, self._measure(kind, shape, self._busy, 1))
         return rows
 
-    def idle_row(self, kind: str, count: int) -> BenchRow:
-        """Return what streams that have had their first token and wait for the next weigh in the gateway."""
-        shape = Shape(count, 400, 3600.0)
-        with self._servers(shape) as (_, gateway):
-            before = gateway.usage().resident_bytes
-            held, after = asyncio.run(_hold(_face(kind, gateway, MODEL), count, gateway))
-        gib = after / 2**30
-        note = f"{held} streams; {before / 2**20:.0f} MiB before, {(after - before) / count / 1024:.1f} KiB for each"
-        return BenchRow(f"{kind}: memory of {count} idle streams", gib, "GiB", False, goal=IDLE_GOAL_GIB, note=note)
-
-    def _measure(self, kind: str, shape: Shape) -> dict[str, Measured | str]:
-        """Return what each server showed, or why it showed nothing."""
-        found: dict[str, Measured | str] = {}
-        with self._servers(shape) as (backend, gateway):
-            found["direct"] = self._load(backend, _face(kind, backend, "echo"), shape)
-            found["ours"] = self._load(gateway, _face(kind, gateway, MODEL), shape)
-            for name in _PEERS if kind == "SSE" and self._peers is not None else ():
-                try:
-                    with self._peer(name, backend) as (part, port):
-                        found[name] = self._load(part, partial(SseFace, f"127.0.0.1:{port}", "echo"), shape)
-                except (BatonError, OSError) as error:
-                    found[name] = str(error)
+    def _measure(self, kind: str, shape: Shape, load: "Load", turns: int) -> Found:
+        self._backend.set_step(shape.step_s)
+        servers: dict[str, Server | str] = {
+            "direct": Server(self._backend, _face(kind, self._backend, "echo")),
+            "ours": Server(self._gateway, _face(kind, self._gateway, MODEL)),
+        }
+        if kind == "SSE":
+            servers |= self._peers
+        found: Found = {}
+        for turn in range(turns):
+            for name, server in servers.items():
+                measured = server if isinstance(server, str) else _loaded(server, shape, turn, load)
+                before = found.get(name)
+                if isinstance(before, Measured) and isinstance(measured, Measured):
+                    measured = before.with_more(measured)
+                found[name] = before if isinstance(before, str) else measured
         return found
 
-    def _load(self, part: Part, make: Callable[[], Face], shape: Shape) -> Measured:
-        async def load() -> Measured:
-            face = make()
-            try:
-                begin = part.usage().cpu_s
-                spread_s = shape.max_tokens * shape.step_s
-                samples = await run(face, shape.streams, shape.max_tokens, self._seconds, spread_s)
-                return Measured(samples, part.usage().cpu_s - begin)
-            finally:
-                await face.close()
+    async def _paced(self, face: Face, shape: Shape, turn: int) -> Samples:
+        arrivals = poisson(shape.streams / shape.life_s, shape.life_s + self._seconds, _SEED + turn)
+        return await run_paced(face, arrivals, shape.max_tokens, shape.life_s, _SLOTS * shape.streams)
 
-        return asyncio.run(load())
-
-    @contextmanager
-    def _servers(self, shape: Shape) -> Iterator[tuple[Part, Part]]:
-        with Part.ours(self._core, "backend", "--step-s", str(shape.step_s)) as backend:
-            behind = ["gateway", "--router", backend.addresses["router"], "--model-dir", str(self._model_dir)]
-            with Part.ours(GATEWAY_CORE, *behind) as gateway:
-                yield backend, gateway
-
-    @contextmanager
-    def _peer(self, name: str, backend: Part) -> Iterator[tuple[Part, int]]:
-        """Start a router in front of the backend's HTTP echo."""
-        assert self._peers is not None
-        program, *arguments = _PEERS[name]
-        port, metrics_port = _free_port(), _free_port()
-        url = f"http://{backend.addresses['http']}"
-        settings = ["--worker-urls", url, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-        settings += ["--prometheus-port", str(metrics_port), "--log-level", "error"]
-        with Part([str(self._peers / "bin" / program), *arguments, *settings], GATEWAY_CORE, is_quiet=True) as part:
-            _wait_for(port, part, name)
-            yield part, port
+    async def _busy(self, face: Face, shape: Shape, turn: int) -> Samples:
+        del turn
+        return await run(face, shape.streams, shape.max_tokens, self._seconds / 2)
 
 
-def _ttft_rows(kind: str, shape: Shape, found: dict[str, "Measured | str"]) -> list[BenchRow]:
-    rows = []
-    ours, direct = _of(found, "ours"), _of(found, "direct")
-    for percentile in (50, 99):
-        base = direct.samples.ttft_ms(percentile)
-        added = ours.samples.ttft_ms(percentile) - base
-        goal = TTFT_GOAL_MS if shape.streams == 64 and percentile == 50 else None
-        note = (
-            f"{base:.2f} ms direct; {len(ours.samples.ttft_s)} requests of {shape.max_tokens} tokens, "
-            f"{shape.step_s:g} s apart"
-        )
-        label = f"{kind}: added TTFT p{percentile}, {shape.streams} streams"
-        value = partial(_added_ms, percentile=percentile, base=base)
-        rows += _with_peers(label, added, "ms", False, found, value, goal, note)
-    return rows
+Load = Callable[[Face, Shape, int], Coroutine[Any, Any, Samples]]
+"""Puts a load on a server; the number is of the server's turn."""
 
 
-def _added_ms(measured: Measured, percentile: float, base: float) -> float:
-    return measured.samples.ttft_ms(percentile) - base
+def _loaded(server: Server, shape: Shape, turn: int, load: Load) -> Measured | str:
+    """Return what a server showed, or what went wrong."""
+
+    async def measure() -> Measured:
+        face = server.face()
+        try:
+            await warm_up(face, _SLOTS * shape.streams, shape.max_tokens)
+            begin = server.part.usage().cpu_s
+            samples = await load(face, shape, turn)
+            return Measured(samples, server.part.usage().cpu_s - begin)
+        finally:
+            await face.close()
+
+    try:
+        return asyncio.run(measure())
+    except (BatonError, OSError) as error:
+        return str(error)
+    except ExceptionGroup as group:
+        return str(group.exceptions[0])
 
 
-def _request_rows(kind: str, shape: Shape, found: dict[str, "Measured | str"]) -> list[BenchRow]:
-    ours, direct = _of(found, "ours"), _of(found, "direct")
-    note = f"{ours.requests_per_cpu_s:.0f} for each CPU second; direct {direct.samples.requests_per_s:.0f}"
-    label = f"{kind}: requests of one token, {shape.streams} at once"
-    return _with_peers(
-        label, ours.samples.requests_per_s, "1/s", True, found, lambda m: m.samples.requests_per_s, None, note
-    )
+@contextmanager
+def _servers(model_dir: Path, core: int) -> Iterator[tuple[Part, Part]]:
+    with Part.ours(core, "backend") as backend:
+        behind = ["gateway", "--router", backend.addresses["router"], "--model-dir", str(model_dir)]
+        with Part.ours(GATEWAY_CORE, *behind) as gateway:
+            yield backend, gateway
 
 
-def _token_rows(kind: str, shape: Shape, found: dict[str, "Measured | str"]) -> list[BenchRow]:
-    ours, direct = _of(found, "ours"), _of(found, "direct")
-    offered = shape.streams / shape.step_s
+def _started_peers(stack: ExitStack, venv: Path | None, backend: Part) -> dict[str, Server | str]:
+    """Start the routers in front of the backend's HTTP echo; say why one cannot be had."""
+    found: dict[str, Server | str] = {}
+    for name in _PEERS if venv is not None else ():
+        assert venv is not None
+        try:
+            part, port = stack.enter_context(_peer(name, venv, backend))
+            found[name] = Server(part, partial(SseFace, f"127.0.0.1:{port}", "echo"))
+        except (BatonError, OSError) as error:
+            found[name] = str(error)
+    return found
+
+
+@contextmanager
+def _peer(name: str, venv: Path, backend: Part) -> Iterator[tuple[Part, int]]:
+    program, *arguments = _PEERS[name]
+    port, metrics_port = _free_port(), _free_port()
+    url = f"http://{backend.addresses['http']}"
+    settings = ["--worker-urls", url, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    settings += ["--prometheus-port", str(metrics_port), "--log-level", "error"]
+    with Part([str(venv / "bin" / program), *arguments, *settings], GATEWAY_CORE, is_quiet=True) as part:
+        _wait_for(port, part, name)
+        yield part, port
+
+
+def _idle_row(kind: str, count: int, model_dir: Path, core: int) -> BenchRow:
+    """Return what streams that have had their first token and wait for the next weigh in a gateway of its own."""
+    with _servers(model_dir, core) as (backend, gateway):
+        backend.set_step(_IDLE_STEP_S)
+        before, begin = gateway.usage().resident_bytes, time.monotonic()
+        held, after = asyncio.run(_hold(_face(kind, gateway, MODEL), count, gateway))
+        took_s = time.monotonic() - begin
+    gib = after / 2**30
     note = (
-        f"{ours.samples.tokens_per_s:.0f}/s seen, {ours.cpu_s / ours.samples.wall_s:.0%} of the core busy, "
-        f"{offered:.0f}/s possible; direct {direct.samples.tokens_per_s:.0f}/s"
+        f"{held} streams, opened in {took_s:.0f} s; {before / 2**20:.0f} MiB before, "
+        f"{(after - before) / count / 1024:.1f} KiB for each"
     )
-    label = f"{kind}: tokens for each CPU second, {shape.streams} streams"
-    goal = TOKENS_GOAL if kind == "gRPC" and shape == LONG[-1] else None
-    return _with_peers(label, ours.tokens_per_cpu_s, "1/s", True, found, lambda m: m.tokens_per_cpu_s, goal, note)
-
-
-def _with_peers(
-    label: str,
-    ours: float,
-    unit: str,
-    is_higher_better: bool,
-    found: dict[str, "Measured | str"],
-    value: Callable[["Measured"], float],
-    goal: float | None,
-    note: str,
-) -> list[BenchRow]:
-    """Return one row for each peer, or one without a peer."""
-    peers = [name for name in found if name not in ("ours", "direct")]
-    if not peers:
-        return [BenchRow(label, ours, unit, is_higher_better, goal=goal, note=note)]
-    rows = []
-    for name in peers:
-        peer = found[name]
-        seen, why = (value(peer), note) if isinstance(peer, Measured) else (None, f"{note}; {name}: {peer}")
-        rows.append(BenchRow(label, ours, unit, is_higher_better, seen, name, goal, note=why))
-    return rows
-
-
-def _of(found: dict[str, "Measured | str"], name: str) -> Measured:
-    measured = found[name]
-    assert isinstance(measured, Measured)
-    return measured
+    return BenchRow(f"{kind}: memory of {count} idle streams", gib, "GiB", False, goal=IDLE_GOAL_GIB, note=note)
 
 
 async def _hold(make: Callable[[], Face], count: int, part: Part) -> tuple[int, int]:

@@ -1,20 +1,29 @@
-"""The client of `make bench-gateway`: so many streams at once over gRPC or server-sent events, each read to its end."""
+"""The client of `make bench-gateway`: streams over gRPC or server-sent events, each read to its end.
+
+Two ways to load: `run` keeps so many streams busy, each asks again when its answer has ended (a closed loop: it
+finds the most that can be had); `run_paced` sends requests when they are due, whatever becomes of the others (an open
+loop: it finds how long a request takes at a given load). In a closed loop requests come when tokens do, and wait behind
+them.
+"""
 
 import asyncio
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Protocol
 
-import grpc
-import grpc.aio
 import numpy as np
 
-from baton_pb.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from baton_pb.v1 import common_pb2, inference_pb2
 from common.errors import BatonError, WorkerLostError
+from loadtest.bench.gateway_h2 import H2Call, H2Connection
 
-_CHANNELS = 4
+_CONNECTIONS = 4
+"""Of the gRPC client, for all its streams."""
+_GENERATE = "/baton.v1.Inference/Generate"
 _TAIL_BYTES = 1024
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 PROMPT_IDS = list(range(100, 132))
@@ -38,6 +47,10 @@ class Samples:
     def tokens_per_s(self) -> float:
         """Tokens that arrived, for each second."""
         return self.num_tokens / self.wall_s
+
+    def with_more(self, other: "Samples") -> "Samples":
+        """Return both together."""
+        return Samples(self.ttft_s + other.ttft_s, self.num_tokens + other.num_tokens, self.wall_s + other.wall_s)
 
     def ttft_ms(self, percentile: float) -> float:
         """Return a percentile of the time to the first token."""
@@ -70,36 +83,45 @@ class GrpcFace:
     """Baton's own API."""
 
     def __init__(self, address: str) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(_CHANNELS)]
-        self._held: list[Any] = []
-        self._stubs: list[Any] = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
-
-    def _call(self, slot: int, max_tokens: int) -> Any:
-        sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        message = inference_pb2.GenerateRequest(sampling=sampling, token_ids=inference_pb2.TokenIds(ids=PROMPT_IDS))
-        return self._stubs[slot % _CHANNELS].Generate(message)
+        self._address = address
+        self._connections: list[H2Connection] = []
+        self._opening: asyncio.Task[list[H2Connection]] | None = None
 
     async def ask(self, slot: int, max_tokens: int, samples: Samples) -> None:
         """See Face."""
-        begin, first, count = time.monotonic(), 0.0, 0
-        async for response in self._call(slot, max_tokens):
-            if not count and response.token_ids:
-                first = time.monotonic()
-            count += len(response.token_ids)
-        samples.ttft_s.append(first - begin)
-        samples.num_tokens += count
+        connection = await self._connection(slot)
+        message = _message(max_tokens)
+        begin = time.monotonic()
+        call = connection.call(message)
+        await call.ended
+        samples.ttft_s.append(call.first_s - begin)
+        samples.num_tokens += call.num_tokens()
 
     async def begin(self, slot: int, max_tokens: int) -> None:
         """See Face."""
-        call = self._call(slot, max_tokens)
-        self._held.append(call)
-        await call.read()
+        call: H2Call = (await self._connection(slot)).call(_message(max_tokens))
+        await call.has_begun
+
+    async def _connection(self, slot: int) -> H2Connection:
+        if not self._connections:
+            if self._opening is None:
+                self._opening = asyncio.create_task(self._open())
+            self._connections = await self._opening
+        return self._connections[slot % _CONNECTIONS]
+
+    async def _open(self) -> list[H2Connection]:
+        return [await H2Connection.open(self._address, _GENERATE) for _ in range(_CONNECTIONS)]
 
     async def close(self) -> None:
         """See Face."""
-        for channel in self._channels:
-            await channel.close(None)
+        for connection in self._connections:
+            connection.close()
+
+
+def _message(max_tokens: int) -> bytes:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    asked = inference_pb2.GenerateRequest(sampling=sampling, token_ids=inference_pb2.TokenIds(ids=PROMPT_IDS))
+    return asked.SerializeToString()
 
 
 class SseFace:
@@ -205,7 +227,7 @@ class _SseConnection(asyncio.Protocol):
         return int(found[-1]) if found else 0
 
 
-async def run(face: Face, streams: int, max_tokens: int, seconds: float, spread_s: float = 0.0) -> Samples:
+async def run(face: Face, streams: int, max_tokens: int, seconds: float) -> Samples:
     """Keep so many streams busy for so long; those under way at the end are read to their end.
 
     Args:
@@ -213,18 +235,57 @@ async def run(face: Face, streams: int, max_tokens: int, seconds: float, spread_
         streams: how many at once.
         max_tokens: length of each answer.
         seconds: how long to go on asking.
-        spread_s: the first requests are spread over so long, so that they do not go in step for ever.
     """
-    warm = Samples()
-    await asyncio.gather(*(face.ask(slot, min(max_tokens, 4), warm) for slot in range(streams)))
     samples = Samples()
     begin = time.monotonic()
 
     async def keep_asking(slot: int) -> None:
-        await asyncio.sleep(spread_s * slot / streams)
         while time.monotonic() < begin + seconds:
             await face.ask(slot, max_tokens, samples)
 
     await asyncio.gather(*(keep_asking(slot) for slot in range(streams)))
     samples.wall_s = time.monotonic() - begin
     return samples
+
+
+async def run_paced(face: Face, arrivals: Sequence[float], max_tokens: int, warm_s: float, slots: int) -> Samples:
+    """Send a request whenever one is due, and read each to its end.
+
+    Args:
+        face: how to ask.
+        arrivals: when, in seconds from now on, in order.
+        max_tokens: length of each answer.
+        warm_s: requests before then are sent and not counted: the streams that are meant to run are not there yet.
+        slots: connections that are open already; more are opened if so many requests run.
+    """
+    samples, early = Samples(), Samples()
+    free, loop = list(range(slots)), asyncio.get_running_loop()
+    begin = loop.time()
+
+    async def ask(slot: int, due_s: float) -> None:
+        await face.ask(slot, max_tokens, samples if due_s >= warm_s else early)
+        free.append(slot)
+
+    async with asyncio.TaskGroup() as group:
+        for due_s in arrivals:
+            await asyncio.sleep(begin + due_s - loop.time())
+            if not free:
+                free.append(slots)
+                slots += 1
+            group.create_task(ask(free.pop(), due_s))
+    samples.wall_s = arrivals[-1] - warm_s
+    return samples
+
+
+def poisson(rate_per_s: float, seconds: float, seed: int) -> list[float]:
+    """Return arrival times, in seconds, of requests that know nothing of each other; the same for the same seed."""
+    random, times, now_s = Random(seed), list[float](), 0.0
+    while (now_s := now_s + random.expovariate(rate_per_s)) < seconds:
+        times.append(now_s)
+    return times
+
+
+async def warm_up(face: Face, streams: int, max_tokens: int) -> None:
+    """Open all connections, and go each way once."""
+    warm = Samples()
+    await asyncio.gather(*(face.ask(slot, min(max_tokens, 4), warm) for slot in range(streams)))

@@ -1,11 +1,13 @@
 """The processes of `make bench-gateway`: a backend without a model, and a gateway in front of it.
 
 `python -m loadtest.bench.gateway_parts backend` or `... gateway` prints its addresses as one line of JSON and serves
-until its standard input ends.
+until its standard input ends. A backend reads there how long its steps take, a line of seconds each time, and says so
+when it has set them.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -24,7 +26,7 @@ from cluster.gateway.server import GatewayServer
 from cluster.router.server import RouterServer
 from common.config import RouterConfig
 from common.config_doors import GatewayConfig, HttpConfig
-from loadtest.echo import EchoServer, EchoTimes
+from loadtest.echo import EchoServer
 from loadtest.echo_http import HttpEcho
 
 MODEL = "fake"
@@ -32,6 +34,7 @@ STREAMS_MAX = 12_000
 _HEARTBEAT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _PORT_LINE_MAX = 4096
+_IDLE_STEP_S = 1.0
 
 
 class Part:
@@ -69,6 +72,14 @@ class Part:
         """Whether it still runs."""
         return self._process.poll() is None
 
+    def set_step(self, step_s: float) -> None:
+        """Tell a backend how long its steps take from now on."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{step_s}\n".encode())
+        self._process.stdin.flush()
+        assert json.loads(self._process.stdout.readline(_PORT_LINE_MAX))["step_s"] == step_s
+
     def usage(self) -> "Usage":
         """Return what it and its children have used so far."""
         family = [self._watched, *self._watched.children(recursive=True)]
@@ -85,20 +96,26 @@ class Usage:
     resident_bytes: int
 
 
-async def _backend(step_s: float) -> None:
-    """Serve the same echo three times: behind a router for our gateway, and to clients themselves by gRPC and HTTP."""
+async def _backend() -> None:
+    """Serve the same echo three times: behind a router for our gateway, and to clients themselves by gRPC and HTTP.
+
+    Each gives a stream its first token at once, and all streams their next one in the same step.
+    """
     model = FakeModel(block_tokens=16, num_blocks=1 << 22)
     worker = await FakeWorker.start("echo", worker_pb2.WORKER_ROLE_BOTH, model)
-    worker.step_s = step_s
     router = await RouterServer.start("127.0.0.1", 0, RouterConfig(), _HEARTBEAT_S)
     address = router_pb2.WorkerAddress(
         worker_id=worker.worker_id, address=worker.address, role=worker.role, node="here"
     )
     await router.set_workers([address])
-    echo = await EchoServer.start(EchoTimes(tpot_s=step_s))
-    http = await HttpEcho.start(step_s)
+    echo = await EchoServer.start()
+    http = await HttpEcho.start(_IDLE_STEP_S)
     _say({"router": router.address, "grpc": echo.address, "http": http.address})
-    await asyncio.to_thread(sys.stdin.read)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        step_s = worker.step_s = float(line)
+        echo.service.set_tpot(step_s)
+        http.set_tpot(step_s)
+        _say({"step_s": step_s})
 
 
 async def _gateway(router: str, model_dir: Path) -> None:
@@ -109,8 +126,10 @@ async def _gateway(router: str, model_dir: Path) -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
-def _say(addresses: dict[str, str]) -> None:
-    sys.stdout.write(json.dumps({**addresses, "pid": os.getpid()}) + "\n")
+def _say(what: dict[str, Any]) -> None:
+    gc.collect()
+    gc.freeze()  # as the process of a service does once it is up
+    sys.stdout.write(json.dumps({**what, "pid": os.getpid()}) + "\n")
     sys.stdout.flush()
 
 
@@ -118,15 +137,12 @@ def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True)
-    backend = parts.add_parser("backend")
-    backend.add_argument("--step-s", type=float, required=True)
+    parts.add_parser("backend")
     gateway = parts.add_parser("gateway")
     gateway.add_argument("--router", required=True)
     gateway.add_argument("--model-dir", type=Path, required=True)
     arguments = parser.parse_args()
-    asyncio.run(
-        _backend(arguments.step_s) if arguments.part == "backend" else _gateway(arguments.router, arguments.model_dir)
-    )
+    asyncio.run(_backend() if arguments.part == "backend" else _gateway(arguments.router, arguments.model_dir))
 
 
 if __name__ == "__main__":

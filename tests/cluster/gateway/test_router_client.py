@@ -33,7 +33,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
 
     async def Session(self, request_iterator: AsyncIterator[router_pb2.RouterCommand], context: Any) -> None:  # type: ignore[override]  # noqa: N802
         await context.send_initial_metadata(())
-        async for command in request_iterator:
+        async for command in _one_by_one(request_iterator):
             self.commands.append(command.WhichOneof("command") or "")
             if command.HasField("hold"):
                 self.holds.append(command.hold)
@@ -49,6 +49,12 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         """Send something about the last request."""
         reply.reservation_id = self._last
         await self._context.write(reply)
+
+
+async def _one_by_one(commands: AsyncIterator[router_pb2.RouterCommand]) -> AsyncIterator[router_pb2.RouterCommand]:
+    async for command in commands:
+        for one in command.batch.commands if command.HasField("batch") else [command]:
+            yield one
 
 
 @asynccontextmanager

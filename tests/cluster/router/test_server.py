@@ -1,6 +1,7 @@
 """The router over gRPC: it follows its workers, notices whoever is gone, and a session's end gives everything back."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
@@ -49,6 +50,7 @@ class Gateway:
         self.channel = open_channel(router.address)
         self.commands: asyncio.Queue[router_pb2.RouterCommand | None] = asyncio.Queue()
         self.facts: router_pb2.ClusterFacts | None = None
+        self._unread = deque[router_pb2.RouterReply]()
         stub: Any = router_pb2_grpc.RouterStub(self.channel)
         self.call: Any = stub.Session(self._send())
         self.send(attach=router_pb2.RouterAttach(gateway_id="g"))
@@ -67,11 +69,14 @@ class Gateway:
 
     async def read(self) -> router_pb2.RouterReply:
         while True:
+            while self._unread:
+                reply = self._unread.popleft()
+                if not reply.HasField("facts"):
+                    return reply
+                self.facts = reply.facts
             with typed_rpc_errors():
-                reply: router_pb2.RouterReply = await self.call.read()
-            if not reply.HasField("facts"):
-                return reply
-            self.facts = reply.facts
+                message: router_pb2.RouterReply = await self.call.read()
+            self._unread.extend(message.batch.replies if message.HasField("batch") else [message])
 
     async def close(self) -> None:
         self.commands.put_nowait(None)  # gRPC reads them in a task that outlives a call ended by the other side
@@ -101,6 +106,25 @@ def test_a_session_places_and_its_end_releases_what_it_forgot() -> None:
             assert row(router, "d0").reservations == 1
             await gateway.close()
             await until(lambda: router.status().reservations == 0, "b is not released")
+
+    run(scenario())
+
+
+def test_a_batch_of_commands_is_carried_out_in_order() -> None:
+    async def scenario() -> None:
+        async with routed(await FakeWorker.start("d0", BOTH)) as router:
+            await state_is(router, "d0", "ready")
+            gateway = Gateway(router)
+            place = [router_pb2.PlaceRequest(reservation_id=name, num_tokens=16, hashes=CHAIN) for name in "ab"]
+            commands = [router_pb2.RouterCommand(place=one) for one in place]
+            commands.append(router_pb2.RouterCommand(release=router_pb2.ReleaseRequest(reservation_id="a")))
+
+            gateway.send(batch=router_pb2.RouterCommandBatch(commands=commands))
+            placed = [(await gateway.read()).reservation_id for _ in range(2)]
+
+            assert placed == ["a", "b"]
+            await until(lambda: router.status().reservations == 1, "a is not released")
+            await gateway.close()
 
     run(scenario())
 
