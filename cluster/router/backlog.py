@@ -1,5 +1,6 @@
 """Prompts that were placed on one worker and whose first token was not seen: how long a further one would wait."""
 
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -24,6 +25,12 @@ class Prompt(NamedTuple):
 class _Work(NamedTuple):
     prompt: Prompt
     arrived_at: int
+    due: int
+    """The place of a prompt that is not begun: what is served first is least."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, arrived_at: int) -> "_Work":
+        return cls(prompt, arrived_at, prompt.num_uncached + arrived_at)
 
 
 class Backlog:
@@ -53,7 +60,7 @@ class Backlog:
         assert key not in self._work
         if not self._work:
             self._computed_at, self._begun_at = now, self._computed
-        self._work[key] = _Work(prompt, self._computed)
+        self._work[key] = _Work.of(prompt, self._computed)
         self.total_s += prompt.seconds
 
     def remove(self, key: object, prefilled_at: float | None = None) -> None:
@@ -79,7 +86,7 @@ class Backlog:
         """Take the worker's count of prompt tokens and what its last steps took."""
         if computed != self._computed:
             if computed < self._computed:  # another life
-                self._work = {key: _Work(work.prompt, computed) for key, work in self._work.items()}
+                self._work = {key: _Work.of(work.prompt, computed) for key, work in self._work.items()}
                 self._begun_at = computed
             self._computed, self._computed_at, self._step_s = computed, now, step_s
 
@@ -99,7 +106,7 @@ class Backlog:
         for work in self._work.values():
             if work is current:
                 continue
-            if _due(work) <= mine:
+            if work.due <= mine:
                 ahead_s += work.prompt.seconds
             else:
                 delayed += 1
@@ -107,8 +114,4 @@ class Backlog:
 
 
 _NOTHING = Wait(0.0, 0)
-
-
-def _due(work: _Work) -> int:
-    """Return the place of a prompt that is not begun: what is served first is least."""
-    return work.prompt.num_uncached + work.arrived_at
+_due = attrgetter("due")

@@ -1,7 +1,6 @@
 """Requests of one priority class that wait: tenants in turn by tokens, of each tenant the one that is due first."""
 
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.router.rotation import Rotation, Turn
@@ -11,8 +10,7 @@ QUANTUM_TOKENS = 2048.0
 """Granted to a tenant at each visit. Smaller is fairer, larger keeps a tenant's requests together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """What the admission must know of a request."""
 
     key: str

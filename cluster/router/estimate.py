@@ -1,6 +1,5 @@
 """How long a request would take on given workers, and what it would cost others. Pure functions, in seconds."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.router.question import Candidate, Question
@@ -32,6 +31,8 @@ class PrefillEstimate(NamedTuple):
     """Blocks are brought from another worker."""
     fetched_blocks: int = 0
     """Leading blocks that another worker is to push as far as they are missing; 0: none."""
+    meets_target: bool = True
+    """The TTFT target; there may be none."""
 
     @property
     def bring_s(self) -> float:
@@ -42,6 +43,11 @@ class PrefillEstimate(NamedTuple):
     def ttft_s(self) -> float:
         """The time to the first token."""
         return self.wait_s + self.bring_s + self.compute_s
+
+    @property
+    def cost_s(self) -> float:
+        """The request's own time and the harm to others."""
+        return self.ttft_s + self.harm_s + self.evict_s - self.spread_s
 
 
 class DecodeEstimate(NamedTuple):
@@ -55,6 +61,15 @@ class DecodeEstimate(NamedTuple):
     """All expected steps."""
     harm_s: float
     """By which the batch's other sequences are delayed, all together."""
+    exposed_s: float = 0.0
+    """From the first token until all KV has landed, where another worker prefills."""
+    meets_target: bool = True
+    """The TPOT target; there may be none."""
+
+    @property
+    def cost_s(self) -> float:
+        """The request's own time and the harm to others, but for the transfer."""
+        return self.wait_s + self.decode_s + self.harm_s
 
 
 class PairEstimate(NamedTuple):
@@ -89,40 +104,17 @@ class PairEstimate(NamedTuple):
         }
 
 
-def pair_up(
-    question: Question,
-    decode: Candidate,
-    prefill: Candidate | None,
-    first: PrefillEstimate,
-    then: DecodeEstimate,
-) -> PairEstimate:
+def pair_up(decode: Candidate, prefill: Candidate | None, first: PrefillEstimate, then: DecodeEstimate) -> PairEstimate:
     """Put the two parts of a request together."""
-    sent_s = 0.0 if prefill is None else exposed_s(question, decode)
-    own_s = first.ttft_s + sent_s + then.wait_s + then.decode_s
-    total_s = own_s + first.harm_s + first.evict_s + then.harm_s - first.spread_s
-    meets_targets = (question.ttft_target_s is None or first.ttft_s <= question.ttft_target_s) and (
-        question.tpot_target_s is None or then.tpot_s <= question.tpot_target_s
-    )
-    return PairEstimate(decode, prefill, first, then, sent_s, total_s, meets_targets)
-
-
-def harmless(pairs: Sequence[PairEstimate]) -> PairEstimate:
-    """Return the best of these pairs for the request that does not stop sequences which another worker could spare.
-
-    Prefill on a decode worker meets a TTFT target at the cost of all TPOT targets there: nobody is let in by that.
-    """
-    sparing = [
-        pair
-        for pair in pairs
-        if pair.prefill is not None or pair.decode.prefills_itself or not pair.decode.num_sequences
-    ]
-    return min(sparing or pairs, key=lambda pair: (not pair.meets_targets, pair.total_s))
+    sent_s = 0.0 if prefill is None else then.exposed_s
+    total_s = first.cost_s + (then.cost_s + sent_s)
+    return PairEstimate(decode, prefill, first, then, sent_s, total_s, first.meets_target and then.meets_target)
 
 
 def estimate_pair(question: Question, decode: Candidate, prefill: Candidate | None) -> PairEstimate:
     """Estimate a request on one pair."""
     first = estimate_local(question, decode) if prefill is None else estimate_prefill(question, prefill)
-    return pair_up(question, decode, prefill, first, estimate_decode(question, decode))
+    return pair_up(decode, prefill, first, estimate_decode(question, decode))
 
 
 def expected_output(question: Question) -> float:
@@ -132,32 +124,39 @@ def expected_output(question: Question) -> float:
 
 def estimate_prefill(question: Question, candidate: Candidate) -> PrefillEstimate:
     """Estimate prefill on a worker that does nothing else."""
-    outlook, model = question.outlook, candidate.model
-    num_cached, restore_s = _cached(question, candidate)
-    fetched_blocks, fetch_s = _fetched(question, candidate, num_cached)
-    num_cached = max(num_cached, fetched_blocks * question.block_tokens)
-    compute_s = model.prefill_s(question.num_tokens - num_cached, num_cached)
-    wait = candidate.backlog.wait(question.num_tokens - num_cached, outlook.now)
-    # Those whom it overtakes, and those who will come while there is a queue: on average half as many as are in it.
-    queue = max(0, len(candidate.backlog) - 1)
-    harm_s = compute_s * (wait.num_delayed + queue / 2)
-    evict_s = _evict_s(question, candidate, question.num_tokens - num_cached)
-    wait_s = wait.seconds * outlook.wait_factor
-    spread_s = _spread_s(question, candidate, num_cached)
-    return PrefillEstimate(wait_s, restore_s, compute_s, harm_s, evict_s, spread_s, num_cached, fetch_s, fetched_blocks)
+    return _estimate(question, candidate, 0.0, 0)
 
 
 def estimate_local(question: Question, candidate: Candidate) -> PrefillEstimate:
     """Estimate prefill on the decode worker itself, in chunks that ride along with its steps."""
-    alone = estimate_prefill(question, candidate)
     # Every sequence of the batch waits while the chunks are computed. A worker that is there to decode is never idle
     # for this: a sequence may come at any moment.
-    delayed = candidate.num_sequences if candidate.prefills_itself else max(1, candidate.num_sequences)
-    harm_s = alone.harm_s + alone.compute_s * delayed
-    step_s = (
-        candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens) if candidate.num_sequences else 0.0
+    others = candidate.num_sequences
+    delayed = others if candidate.prefills_itself else max(1, others)
+    return _estimate(question, candidate, candidate.step_s if others else 0.0, delayed)
+
+
+def _estimate(question: Question, candidate: Candidate, step_s: float, num_decoding: int) -> PrefillEstimate:
+    """Estimate prefill beside so many sequences that decode, the running step of which takes `step_s`."""
+    outlook, model, num_tokens = question.outlook, candidate.model, question.num_tokens
+    num_cached, restore_s = _cached(question, candidate)
+    compute_s = model.prefill_s(num_tokens - num_cached, num_cached)
+    fetch_s, fetched_blocks = 0.0, 0
+    if (fetch := _fetch(question, candidate, num_cached, compute_s)) is not None:
+        fetch_s, fetched_blocks, num_cached, compute_s = fetch
+    num_new, backlog = num_tokens - num_cached, candidate.backlog
+    wait = backlog.wait(num_new, outlook.now)
+    # Those whom it overtakes, and those who will come while there is a queue: on average half as many as are in it.
+    queue = max(0, len(backlog) - 1)
+    harm_s = compute_s * (wait.num_delayed + queue / 2) + compute_s * num_decoding
+    wait_s = wait.seconds * outlook.wait_factor + step_s
+    evict_s = _evict_s(question, candidate, num_new) if outlook.reuse_share else 0.0
+    spread_s = _spread_s(question, candidate, num_cached) if question.hot.num_blocks else 0.0
+    target_s = question.ttft_target_s
+    meets_target = target_s is None or wait_s + (restore_s + fetch_s) + compute_s <= target_s
+    return PrefillEstimate(
+        wait_s, restore_s, compute_s, harm_s, evict_s, spread_s, num_cached, fetch_s, fetched_blocks, meets_target
     )
-    return alone._replace(wait_s=alone.wait_s + step_s, harm_s=harm_s)
 
 
 def estimate_decode(question: Question, candidate: Candidate) -> DecodeEstimate:
@@ -169,13 +168,12 @@ def estimate_decode(question: Question, candidate: Candidate) -> DecodeEstimate:
     # Others are half way through, on average; so much of their time is shared.
     harm_s = others * steps / 2 * (model.sequence_s + model.context_s * own)
     wait_s = _room_s(candidate, question.num_tokens + steps * (1 + others / 2), steps * tpot_s)
-    return DecodeEstimate(wait_s, tpot_s, steps * tpot_s, harm_s)
-
-
-def exposed_s(question: Question, decode: Candidate) -> float:
-    """Return how long the sequence waits for its KV after its first token."""
-    missing = question.num_tokens - question.hits.of(decode.worker_id) * question.block_tokens
-    return max(0, missing) * decode.exposed_token_s
+    missing = question.num_tokens - question.hits.of(candidate.worker_id) * question.block_tokens
+    exposed_s = max(0, missing) * candidate.exposed_token_s
+    target_s = question.tpot_target_s
+    return DecodeEstimate(
+        wait_s, tpot_s, steps * tpot_s, harm_s, exposed_s, meets_target=target_s is None or tpot_s <= target_s
+    )
 
 
 def _cached(question: Question, candidate: Candidate) -> tuple[int, float]:
@@ -196,18 +194,29 @@ def _cached(question: Question, candidate: Candidate) -> tuple[int, float]:
     return cached, restore_s
 
 
-def _fetched(question: Question, candidate: Candidate, num_cached: int) -> tuple[int, float]:
-    """Return the leading blocks to have after a fetch, and its time; (0, 0) where computing them is faster."""
+class _Fetch(NamedTuple):
+    """A prompt's beginning is pushed by another worker."""
+
+    seconds: float
+    num_blocks: int
+    """Leading blocks to have after it."""
+    num_cached: int
+    """Tokens, likewise."""
+    compute_s: float
+    """Of the rest."""
+
+
+def _fetch(question: Question, candidate: Candidate, num_cached: int, compute_s: float) -> _Fetch | None:
+    """Return what a fetch would bring; None where computing, in `compute_s`, is faster."""
     if question.deepest is None:
-        return 0, 0.0
+        return None
     num_blocks = min(question.deepest.num_blocks, (question.num_tokens - 1) // question.block_tokens)
-    missing = num_blocks * question.block_tokens - num_cached
-    fetch_s = _FETCH_S + missing * _FETCH_TOKEN_S
-    if missing <= 0:
-        return 0, 0.0
-    model, uncached = candidate.model, question.num_tokens - num_cached
-    saved_s = model.prefill_s(uncached, num_cached) - model.prefill_s(uncached - missing, num_cached + missing)
-    return (num_blocks, fetch_s) if fetch_s < saved_s else (0, 0.0)
+    cached = num_blocks * question.block_tokens
+    if cached <= num_cached:
+        return None
+    fetch_s = _FETCH_S + (cached - num_cached) * _FETCH_TOKEN_S
+    rest_s = candidate.model.prefill_s(question.num_tokens - cached, cached)
+    return _Fetch(fetch_s, num_blocks, cached, rest_s) if fetch_s < compute_s - rest_s else None
 
 
 def _spread_s(question: Question, candidate: Candidate, num_cached: int) -> float:

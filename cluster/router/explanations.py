@@ -1,7 +1,7 @@
 """Why the last requests were placed as they were. Bounded: the oldest are forgotten."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cluster.router.estimate import PairEstimate
@@ -15,7 +15,7 @@ class Explanation:
     reason: str
     decode_worker_id: str
     prefill_worker_id: str | None
-    considered: Sequence[PairEstimate]
+    considered: Collection[PairEstimate]
     """What was weighed; by a policy that does not reckon in seconds, the estimate of what it chose."""
     predicted_ttft_s: float
     """From the placement on."""

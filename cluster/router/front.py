@@ -4,7 +4,7 @@ The service and the simulator run the same object.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cluster.router.admission import Admission, Forecast
 from cluster.router.class_queue import Claim
@@ -20,8 +20,7 @@ Answer = Callable[[Reservation | BatonError], None]
 """Called once, perhaps before `ask` returns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A request, whose it is and what it may expect."""
 
     key: str
@@ -163,7 +162,7 @@ class Front:
         if request.ttft_target_s is None:
             return request
         left_s = request.ttft_target_s - (self.router.now() - claim.asked_s)
-        return replace(request, ttft_target_s=max(0.0, left_s))
+        return request._replace(ttft_target_s=max(0.0, left_s))
 
     def _refuse(self, claim: Claim, why: str, now: float) -> None:
         _, answer = self._waiting.pop(claim.key)

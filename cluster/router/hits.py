@@ -80,24 +80,25 @@ def _blocks(levels: Levels, bit: int) -> int:
     return 0
 
 
-def levels_of(num_blocks: int, holders: Callable[[int], int]) -> Levels:
+def levels_of(chain: Sequence[bytes], holders: Callable[[bytes], int]) -> Levels:
     """Sort the holders of a chain by how much of it they hold.
 
     Args:
-        num_blocks: of the chain, at least 1.
-        holders: who holds the block of an index, as a bit set; whoever holds one holds all before it.
+        chain: hashes of at least one block.
+        holders: who holds a block, as a bit set; whoever holds one holds all before it.
     """
     levels: list[Level] = []
-    held, low = holders(0), 0
+    num_blocks = len(chain)
+    held, low = holders(chain[0]), 0
     while held:
         at, high = low, num_blocks  # all of `held` hold block `at`; not all of them hold block `high`
         while high - at > 1:
             middle = (at + high) // 2
-            if holders(middle) & held == held:
+            if holders(chain[middle]) & held == held:
                 at = middle
             else:
                 high = middle
-        still = holders(high) & held if high < num_blocks else 0
+        still = holders(chain[high]) & held if high < num_blocks else 0
         levels.append(Level(high, held & ~still))
         held, low = still, high
     return levels

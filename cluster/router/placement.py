@@ -1,15 +1,13 @@
 """A placement: what is asked for, where it goes, and what it occupies until it ends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.router.backlog import Prompt
 from cluster.router.worker_table import Worker, WorkerInfo
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(NamedTuple):
     """What the router must know of a request."""
 
     request_id: str
@@ -24,8 +22,7 @@ class PlacementRequest:
     tpot_target_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a request goes."""
 
     decode: WorkerInfo
@@ -42,8 +39,7 @@ class Placement:
     """Its leading blocks, as far as that worker lacks them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """What a request occupies, and leaves behind."""
 
     prompt: Prompt
@@ -86,11 +82,8 @@ class Reservation:
         self._prefill = prefill
         self._is_prefilled = False
         self._is_released = False
-        num_tokens = size.prompt.num_tokens
-        decode.book(reservations=1, num_tokens=num_tokens + size.output_tokens, prompt_tokens=num_tokens)
-        self._prefiller.book_prefill(self, size.prompt, self.placed_at)
-        if prefill is not None:
-            prefill.book(reservations=1)
+        decode.begin_decode(size.prompt.num_tokens, size.output_tokens)
+        self._prefiller.begin_prefill(self, size.prompt, self.placed_at, is_remote=prefill is not None)
 
     @property
     def _prefiller(self) -> Worker:
@@ -111,8 +104,8 @@ class Reservation:
         self._is_released = True
         was_prefilled = self._is_prefilled
         self._end_prefill(is_success=False)
-        size, num_tokens = self.size, self.size.prompt.num_tokens
-        self._decode.book(reservations=-1, num_tokens=-num_tokens - size.output_tokens, prompt_tokens=-num_tokens)
+        size = self.size
+        self._decode.end_decode(size.prompt.num_tokens, size.output_tokens)
         if exposed_s is not None and self._prefill is not None:
             self._decode.saw_exposed(size.sent_tokens, exposed_s)
         self._outcome.released(self, size.blocks if was_prefilled else 0)
@@ -121,7 +114,7 @@ class Reservation:
         if self._is_prefilled:
             return
         self._is_prefilled = True
-        self._prefiller.end_prefill(self, self.size.prompt, self._outcome.now() if is_success else None)
-        if self._prefill is not None:
-            self._prefill.book(reservations=-1)
+        prefilled_at = self._outcome.now() if is_success else None
+        is_remote = self._prefill is not None
+        self._prefiller.end_prefill(self, self.size.prompt, prefilled_at, is_remote=is_remote)
         self._outcome.prefilled(self, is_success)

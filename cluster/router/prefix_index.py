@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.router.hits import NO_HITS, Hits, Levels, levels_of
-from cluster.router.holder_table import Entry, HolderTable, Tier, key_of
+from cluster.router.holder_table import Entry, HolderTable, Tier
 
 
 @dataclass(slots=True)
@@ -131,13 +131,12 @@ class PrefixIndex:
 
 def _levels(chain: Sequence[bytes], tables: Sequence[HolderTable]) -> Levels:
     if len(tables) == 1:
-        table = tables[0]
-        return levels_of(len(chain), lambda index: table.holders(key_of(chain[index])))
+        return levels_of(chain, tables[0].holders)
 
-    def holders(index: int) -> int:
-        key, found = key_of(chain[index]), 0
+    def holders(prefix: bytes) -> int:
+        found = 0
         for table in tables:
-            found |= table.holders(key)
+            found |= table.holders(prefix)
         return found
 
-    return levels_of(len(chain), holders)
+    return levels_of(chain, holders)

@@ -1,8 +1,10 @@
 """What a policy is asked: a request, who could take it, and what is known of each."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from cluster.router.backlog import Backlog
 from cluster.router.hits import NO_HITS, Hits, Level
@@ -56,9 +58,9 @@ class Group:
 
     __slots__ = ("by_id", "members")
 
-    def __init__(self, members: Sequence[Candidate]) -> None:
+    def __init__(self, members: list[Candidate]) -> None:
         self.members = members
-        self.by_id: Mapping[str, Candidate] = {candidate.worker_id: candidate for candidate in members}
+        self.by_id = {candidate.worker_id: candidate for candidate in members}
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self.members)
@@ -78,8 +80,42 @@ class Group:
         return Group([candidate for candidate in self.members if not candidate.is_full] or self.members)
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class TrackedGroup(Group):
+    """A group that is told when one of its members fills up or drains: who has room is known without a look at all."""
+
+    __slots__ = ("_place_of", "_places", "_roomy")
+
+    def __init__(self, members: list[Candidate]) -> None:
+        super().__init__(members)
+        self._place_of = {candidate.worker_id: place for place, candidate in enumerate(members)}
+        self._places = [place for place, candidate in enumerate(members) if not candidate.is_full]
+        self._roomy = Group([members[place] for place in self._places])
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one of them is not full."""
+        return bool(self._places)
+
+    def with_room(self) -> Group:
+        """Return those that are not full, in their order; all of them, if none is or all are."""
+        return self._roomy if 0 < len(self._places) < len(self.members) else self
+
+    def changed(self, candidate: Candidate) -> None:
+        """Take note that a candidate, which may be no member, is full now, or no longer."""
+        worker_id, roomy = candidate.worker_id, self._roomy
+        place = self._place_of.get(worker_id)
+        if place is None or (worker_id not in roomy.by_id) == candidate.is_full:
+            return
+        at = bisect_left(self._places, place)
+        if candidate.is_full:
+            del self._places[at], roomy.members[at], roomy.by_id[worker_id]
+        else:
+            self._places.insert(at, place)
+            roomy.members.insert(at, candidate)
+            roomy.by_id[worker_id] = candidate
+
+
+class Outlook(NamedTuple):
     """What is expected of traffic as a whole."""
 
     now: float = 0.0
@@ -92,8 +128,7 @@ class Outlook:
     """By which prompts have waited longer than what was ahead of them: others came and overtook them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A request to place, and who could take it. `decode` is never empty; without `prefill` the decoder prefills."""
 
     num_tokens: int

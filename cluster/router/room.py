@@ -1,18 +1,25 @@
 """Which workers have room: a full one gets nothing while another that could take it is not. Pure."""
 
-from dataclasses import dataclass
-
-from cluster.router.question import Candidate, Group
+from cluster.router.question import Candidate, Group, TrackedGroup
 
 AHEAD_S = 2.0
 """Prefill that a worker is given ahead before it is full; see RouterConfig.prefill_ahead_s."""
 
 
-@dataclass(slots=True)
 class Fulls:
-    """How many workers of a table are full: mostly none, and then nobody need be looked at."""
+    """How many workers of a table are full (mostly none, and then nobody need be looked at), and who must know."""
 
-    count: int = 0
+    __slots__ = ("count", "groups")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.groups: list[TrackedGroup] = []
+
+    def changed(self, candidate: Candidate) -> None:
+        """Take note that a worker is full now, or no longer."""
+        self.count += 1 if candidate.is_full else -1
+        for group in self.groups:
+            group.changed(candidate)
 
 
 def has_room(decode: Group, prefill: Group) -> bool:

@@ -6,12 +6,11 @@ The service, the tests and the simulator run the same object.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from random import Random
 
 from cluster.router.backlog import Prompt
 from cluster.router.eligible import DECODERS, eligible_decoders, eligible_prefillers
-from cluster.router.estimate import PairEstimate, estimate_pair, harmless
+from cluster.router.estimate import PairEstimate, estimate_pair
 from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
 from cluster.router.hits import Hits
@@ -72,7 +71,8 @@ class Router:
         """
         question = self._question(request, self.hot_prefixes.use)
         choice = self.policy.choose(question, self._rng)
-        estimate = _chosen(question, choice)
+        # A policy that does not reckon in seconds cannot know that a fetch is worth its time.
+        estimate = choice.estimate or estimate_pair(question._replace(deepest=None), choice.decode, choice.prefill)
         if choice.prefill is not None:
             self._has_fallen_back = False
         elif not choice.decode.prefills_itself:
@@ -90,7 +90,7 @@ class Router:
             InvalidRequestError: as `place`.
         """
         question = self._question(request, self.hot_prefixes.look)
-        return harmless(self._predictor.choose(question, self._rng).considered)
+        return self._predictor.weigh(question, self._rng).harmless().least()
 
     def has_room(self) -> bool:
         """Whether a request that is placed now goes to workers that are not full. True also when there are none."""
@@ -347,14 +347,6 @@ class Router:
         """When no worker is left that it could contradict, the next one decides what is true."""
         if not any(worker.state in (State.READY, State.DRAINING) for worker in self.workers):
             self._agreed = None
-
-
-def _chosen(question: Question, choice: Choice) -> PairEstimate:
-    for estimate in choice.considered:
-        if estimate.decode is choice.decode and estimate.prefill is choice.prefill:
-            return estimate
-    # A policy that does not reckon in seconds cannot know that a fetch is worth its time.
-    return estimate_pair(replace(question, deepest=None), choice.decode, choice.prefill)
 
 
 def _difference(agreed: WorkerFacts, facts: WorkerFacts) -> str | None:

@@ -86,6 +86,8 @@ class StepLearner:
         self._elders = elders
         self._seen = [0.0] * _FIELDS
         """Observations' worth of each component."""
+        self._leans = elders is not None
+        """Whether a coefficient is the elders'."""
         self._count = 0
         self._elders_seen = 0
         is_fresh = elders is None or not elders.num_observations
@@ -119,7 +121,7 @@ class StepLearner:
 
     def _elders_know_more(self) -> bool:
         """Whether it is worth asking them again: at first after each observation, later after every few."""
-        if self._elders is None:
+        if not self._leans or self._elders is None:
             return False
         return self._elders.num_observations - self._elders_seen > min(_ELDERS_EVERY, self._elders_seen // 8)
 
@@ -153,16 +155,14 @@ class StepLearner:
         variance = self._variance
         spread = [sum(map(mul, row, shares)) for row in variance]
         certainty = 1.0 / (sum(map(mul, spread, shares)) + _NOISE_VARIANCE)
-        for i in range(_FIELDS):
+        for i, row in enumerate(variance):
             gain = spread[i] * certainty
             own[i] *= math.exp(gain * surprise)
             self._seen[i] += shares[i]
-            row = variance[i]
-            for j in range(_FIELDS):
-                row[j] -= gain * spread[j]
-        for i in range(_FIELDS):
-            variance[i][i] = min(variance[i][i] + _DRIFT_VARIANCE, _SCALE_VARIANCE + _SHAPE_VARIANCE)
+            row[:] = [its - gain * of for its, of in zip(row, spread, strict=True)]
+            row[i] = min(row[i] + _DRIFT_VARIANCE, _SCALE_VARIANCE + _SHAPE_VARIANCE)
         self._count += 1
+        self._leans = self._elders is not None and min(self._seen) < _OWN_SHARE
         self._mix()
 
     def _mix(self) -> None:
@@ -171,5 +171,5 @@ class StepLearner:
             self.model = StepModel(*self._own)
             return
         self._elders_seen = self._elders.num_observations
-        pairs = zip(self._own, self._seen, self._elders.model, strict=True)
-        self.model = StepModel(*(own if seen >= _OWN_SHARE else elder for own, seen, elder in pairs))
+        triples = zip(self._own, self._seen, self._elders.model, strict=True)
+        self.model = StepModel._make([own if seen >= _OWN_SHARE else elder for own, seen, elder in triples])

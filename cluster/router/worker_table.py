@@ -3,9 +3,10 @@
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.router.backlog import Prompt
-from cluster.router.question import Candidate, Group
+from cluster.router.question import Candidate, TrackedGroup
 from cluster.router.room import AHEAD_S, Fulls
 from cluster.router.step_model import StepLearner, StepTotals
 
@@ -66,8 +67,7 @@ class WorkerFacts:
         return self.num_blocks * self.block_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class WorkerLoad(NamedTuple):
     """A worker's own report."""
 
     queued_tokens: int = 0
@@ -79,6 +79,9 @@ class WorkerLoad:
     """Those that hold nothing; the rest is used or kept."""
     steps: StepTotals | None = None
     """None: it does not say."""
+
+
+_NO_LOAD = WorkerLoad()
 
 
 @dataclass(slots=True)
@@ -93,9 +96,16 @@ class Account:
     prompt_tokens: int = 0
     """Of these: prompt tokens."""
 
-    def copy(self) -> "Account":
-        """Return the account of this moment."""
-        return Account(self.reservations, self.queued_tokens, self.num_tokens, self.prompt_tokens)
+
+class _Unplaced(NamedTuple):
+    """Of a worker's load, what its account did not explain when it reported; may be negative."""
+
+    queued_tokens: int
+    sequences: int
+    used_tokens: int
+
+
+_NONE_UNPLACED = _Unplaced(0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +116,7 @@ class Worker:
     state: State = State.STARTING
     reason: str = ""
     facts: WorkerFacts | None = None
-    load: WorkerLoad = WorkerLoad()
+    load: WorkerLoad = _NO_LOAD
     account: Account = field(default_factory=Account)
     elders: StepLearner | None = None
     """What the whole cluster has learned."""
@@ -115,8 +125,7 @@ class Worker:
     """Counts it while it is full."""
     candidate: Candidate = field(init=False)
     _learner: StepLearner = field(init=False)
-    _reported_at: Account = field(default_factory=Account)
-    """The account when the last report came."""
+    _unplaced: _Unplaced = _NONE_UNPLACED
 
     def __post_init__(self) -> None:
         self.candidate = Candidate(self.info.worker_id, self.info.role is Role.BOTH)
@@ -130,40 +139,61 @@ class Worker:
         self.candidate.pool_tokens = facts.pool_tokens
         self._refresh()
 
-    def book(
-        self, *, reservations: int = 0, queued_tokens: int = 0, num_tokens: int = 0, prompt_tokens: int = 0
-    ) -> None:
-        """Add to the account, or take back what was added."""
+    def begin_decode(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A sequence is to be decoded here; `end_decode` with the same numbers takes it back."""
         account = self.account
-        account.reservations += reservations
-        account.queued_tokens += queued_tokens
-        account.num_tokens += num_tokens
+        account.reservations += 1
+        account.num_tokens += prompt_tokens + output_tokens
         account.prompt_tokens += prompt_tokens
         self._refresh()
 
-    def book_prefill(self, key: object, prompt: Prompt, now: float) -> None:
-        """A prompt is to be prefilled here; `end_prefill` with the same key takes it back."""
-        self.candidate.backlog.add(key, prompt, now)
-        self.book(queued_tokens=prompt.num_uncached)
+    def end_decode(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A sequence was decoded, or will not be."""
+        account = self.account
+        account.reservations -= 1
+        account.num_tokens -= prompt_tokens + output_tokens
+        account.prompt_tokens -= prompt_tokens
+        self._refresh()
 
-    def end_prefill(self, key: object, prompt: Prompt, prefilled_at: float | None) -> None:
+    def begin_prefill(self, key: object, prompt: Prompt, now: float, *, is_remote: bool) -> None:
+        """A prompt is to be prefilled here, perhaps for another worker; `end_prefill` with the same key takes it back.
+
+        A sequence that is decoded here as well is counted by `begin_decode`.
+        """
+        self.candidate.backlog.add(key, prompt, now)
+        self.account.reservations += is_remote
+        self.account.queued_tokens += prompt.num_uncached
+        self._refresh()
+
+    def end_prefill(self, key: object, prompt: Prompt, prefilled_at: float | None, *, is_remote: bool) -> None:
         """A prompt was prefilled, or (None) will not be."""
         self.candidate.backlog.remove(key, prefilled_at)
-        self.book(queued_tokens=-prompt.num_uncached)
+        self.account.reservations -= is_remote
+        self.account.queued_tokens -= prompt.num_uncached
+        self._refresh()
 
     def take_report(self, load: WorkerLoad, now: float) -> None:
         """Take the worker's own word for its load; what is placed from now on is added to it."""
-        before, self.load, self._reported_at = self.load.steps, load, self.account.copy()
+        before, account, candidate, self.load = self.load.steps, self.account, self.candidate, load
+        block_tokens = 0 if self.facts is None else self.facts.block_tokens
+        candidate.free_tokens = load.free_blocks * block_tokens
+        self._unplaced = _Unplaced(
+            load.queued_tokens - account.queued_tokens,
+            load.waiting_sequences + load.running_sequences - account.reservations,
+            load.used_blocks * block_tokens - account.prompt_tokens,
+        )
         if load.steps is not None:
             if self._learner.report(load.steps):
-                self.candidate.model = self._learner.model
+                candidate.model = self._learner.model
             step_s = 0.0 if before is None else load.steps.mean_step_s(before)
-            self.candidate.backlog.progressed(load.steps.prompt_tokens, step_s, now)
+            candidate.backlog.progressed(load.steps.prompt_tokens, step_s, now)
+        candidate.token_s = candidate.model.token_s
         self._refresh()
 
     def forget_report(self) -> None:
         """Nothing is known of the worker but what was placed there."""
-        self.load, self._reported_at = WorkerLoad(), Account()
+        self.load, self._unplaced = _NO_LOAD, _NONE_UNPLACED
+        self.candidate.free_tokens = 0
         self._refresh()
 
     def saw_exposed(self, num_tokens: int, seconds: float) -> None:
@@ -189,19 +219,19 @@ class Worker:
 
     def _refresh(self) -> None:
         """Reckon the load: what was reported, and how the account has changed since then."""
-        load, now, then, candidate = self.load, self.account, self._reported_at, self.candidate
-        candidate.queued_tokens = max(0, load.queued_tokens + now.queued_tokens - then.queued_tokens)
-        reported = load.waiting_sequences + load.running_sequences
-        candidate.num_sequences = max(0, reported + now.reservations - then.reservations)
-        candidate.num_tokens = now.num_tokens
+        unplaced, account, candidate = self._unplaced, self.account, self.candidate
+        queued = unplaced.queued_tokens + account.queued_tokens
+        candidate.queued_tokens = queued if queued > 0 else 0
+        sequences = unplaced.sequences + account.reservations
+        candidate.num_sequences = sequences = sequences if sequences > 0 else 0
+        candidate.num_tokens = account.num_tokens
         if self.facts is not None:
-            block_tokens = self.facts.block_tokens
-            used = load.used_blocks * block_tokens + now.prompt_tokens - then.prompt_tokens
-            # Those that wait for room use none yet, but they come first.
-            candidate.used_tokens = max(0, used, now.prompt_tokens if load.waiting_sequences else 0)
-            candidate.free_tokens = load.free_blocks * block_tokens
-        candidate.step_s = candidate.model.decode_s(candidate.num_sequences, candidate.used_tokens)
-        candidate.backlog_s, candidate.token_s = candidate.backlog.total_s, candidate.model.token_s
+            used = unplaced.used_tokens + account.prompt_tokens
+            if self.load.waiting_sequences and used < account.prompt_tokens:
+                used = account.prompt_tokens  # those that wait for room use none yet, but they come first
+            candidate.used_tokens = used if used > 0 else 0
+        candidate.step_s = candidate.model.decode_s(sequences, candidate.used_tokens)
+        candidate.backlog_s = candidate.backlog.total_s
         self._mark(self._is_full())
 
     def leave(self) -> None:
@@ -212,18 +242,18 @@ class Worker:
     def _mark(self, is_full: bool) -> None:
         if self.candidate.is_full != is_full:
             self.candidate.is_full = is_full
-            self.fulls.count += 1 if is_full else -1
+            self.fulls.changed(self.candidate)
 
     def _is_full(self) -> bool:
-        backlog = self.candidate.backlog
-        if len(backlog) >= _AHEAD_MIN and backlog.total_s >= self.ahead_s:
+        candidate = self.candidate
+        if candidate.backlog_s >= self.ahead_s and len(candidate.backlog) >= _AHEAD_MIN:
             return True
         running_max = 0 if self.facts is None else self.facts.running_max
         if not running_max:
             return False
         spare = max(1, running_max // _SPARE_SHARE)
         # Who waits there waits for blocks, or for one of the `running_max` places.
-        return self.load.waiting_sequences > spare or self.candidate.num_sequences >= running_max + spare
+        return self.load.waiting_sequences > spare or candidate.num_sequences >= running_max + spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +261,7 @@ class Ready:
     """The workers that can be used for one part of a request, until something changes."""
 
     workers: Sequence[Worker]
-    candidates: Group
+    candidates: TrackedGroup
     pool_tokens: int
     """Of the smallest pool."""
     context_tokens: int
@@ -243,7 +273,7 @@ class Ready:
         facts = [worker.facts for worker in workers if worker.facts is not None]
         return cls(
             workers,
-            Group([worker.candidate for worker in workers]),
+            TrackedGroup([worker.candidate for worker in workers]),
             min((fact.pool_tokens for fact in facts), default=0),
             max((fact.context_tokens for fact in facts), default=0),
         )
@@ -287,7 +317,7 @@ class WorkerTable:
         """
         wanted = {info.worker_id: info for info in infos}
         left = [worker_id for worker_id, row in self._workers.items() if wanted.get(worker_id) != row.info]
-        self._ready.clear()
+        self._forget_ready()
         for worker_id in left:
             self._workers.pop(worker_id).leave()
         new = [info for worker_id, info in wanted.items() if worker_id not in self._workers]
@@ -298,7 +328,7 @@ class WorkerTable:
     def move(self, worker: Worker, state: State, reason: str = "") -> None:
         """Change a row's state."""
         worker.state, worker.reason = state, reason
-        self._ready.clear()
+        self._forget_ready()
 
     def ready(self, *roles: Role) -> Ready:
         """Return the rows of these roles that can be used."""
@@ -306,7 +336,12 @@ class WorkerTable:
         if ready is None:
             rows = [row for row in self._workers.values() if row.state is State.READY and row.info.role in roles]
             ready = self._ready[roles] = Ready.of(rows)
+            self.fulls.groups.append(ready.candidates)
         return ready
+
+    def _forget_ready(self) -> None:
+        self._ready.clear()
+        self.fulls.groups.clear()
 
     def num_ready(self, *roles: Role) -> int:
         """Return how many workers of these roles can be used."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Protocol
 
-from cluster.router.estimate import PairEstimate, estimate_decode, estimate_local, estimate_prefill, pair_up
+from cluster.router.pairs import DecodeHalf, Margin, Pairs, PrefillHalf
 from cluster.router.policies.policy import Choice
 from cluster.router.question import Candidate, Group, Question
 
@@ -16,6 +16,7 @@ _MANY = 64
 """Candidates that are looked at one by one; of more, so many drawn at random, the least busy of which is as good."""
 _NEARLY, _NEARLY_S = 0.02, 1e-4
 """Loads within this share and these seconds of the least are equal, and chance decides."""
+_EQUAL = Margin(_NEARLY, _NEARLY_S)
 
 
 class Cost:
@@ -25,18 +26,19 @@ class Cost:
 
     def choose(self, question: Question, rng: Random) -> Choice:
         """See Policy."""
-        first = [
-            (candidate, estimate_prefill(question, candidate))
-            for candidate in _worth_considering(question, question.prefill, _prefill_loads, rng)
-        ]
-        pairs = []
-        for decode in _worth_considering(question, question.decode, _decode_loads, rng):
-            then = estimate_decode(question, decode)
-            pairs += [pair_up(question, decode, prefill, estimate, then) for prefill, estimate in first]
-            pairs.append(pair_up(question, decode, None, estimate_local(question, decode), then))
-        best = _cheapest(pairs, rng)
+        pairs = self.weigh(question, rng)
+        best = rng.choice(pairs.nearly_least(_EQUAL))
         reason = f"cost: {best.total_s:.3g} s, the least of {len(pairs)} pairs; TTFT {best.first.ttft_s:.3g} s expected"
-        return Choice(best.decode, best.prefill, reason, pairs)
+        return Choice(best.decode, best.prefill, reason, pairs, best)
+
+    def weigh(self, question: Question, rng: Random) -> Pairs:
+        """Return the pairs worth considering."""
+        prefill = _worth_considering(question, question.prefill, _prefill_loads, rng)
+        decode = _worth_considering(question, question.decode, _decode_loads, rng)
+        return Pairs(
+            [PrefillHalf.of(question, worker) for worker in prefill],
+            [DecodeHalf.of(question, worker) for worker in decode],
+        )
 
 
 class _Loads(Protocol):
@@ -81,14 +83,3 @@ def _prefill_loads(question: Question, candidates: Sequence[Candidate]) -> list[
 
 def _decode_loads(question: Question, candidates: Sequence[Candidate]) -> list[float]:  # noqa: ARG001 - see _Loads
     return [candidate.step_s for candidate in candidates]
-
-
-def _cheapest(pairs: Sequence[PairEstimate], rng: Random) -> PairEstimate:
-    fit = [pair for pair in pairs if pair.meets_targets] or pairs
-    best = min(fit, key=_total)
-    most = best.total_s + _NEARLY * best.first.ttft_s + _NEARLY_S
-    return rng.choice([pair for pair in fit if pair.total_s <= most])
-
-
-def _total(pair: PairEstimate) -> float:
-    return pair.total_s

@@ -1,23 +1,23 @@
 """What a policy is: a pure choice among candidates. See README.md."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.router.estimate import PairEstimate
 from cluster.router.question import Candidate, Question
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The answer. `reason` is for people."""
 
     decode: Candidate
     prefill: Candidate | None
     reason: str
-    considered: Sequence[PairEstimate] = ()
+    considered: Collection[PairEstimate] = ()
     """What was weighed, by a policy that reckons in seconds."""
+    estimate: PairEstimate | None = None
+    """Of what was chosen, by such a policy."""
 
 
 class Policy(Protocol):
