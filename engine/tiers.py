@@ -125,8 +125,8 @@ class BlockTiers:
             self._costs[tiers.pop()] = _Cost((now - began) / count, now)
         for block_hash in hashes[:count]:
             self._use(block_hash)
-        if count < len(hashes) and sources[count].data is None:
-            self._lose(hashes[count])
+        if count < len(hashes):
+            self._lose(sources[count])
         self.counters["tier_blocks_restored_total"] += count
         return count
 
@@ -176,11 +176,12 @@ class BlockTiers:
             leaving.append((block_hash, data))
         if leaving and self._disk is not None:
             await self._write(self._disk, leaving)
-        for block_hash, data in leaving:
-            del self._host[block_hash]
-            self._host_bytes -= len(data)
-        if leaving:
-            self._log.note(False, [block_hash for block_hash, _ in leaving], CacheTier.HOST)
+        # One that could not be restored meanwhile is gone already.
+        gone = [block_hash for block_hash, _ in leaving if block_hash in self._host]
+        for block_hash in gone:
+            self._host_bytes -= len(self._host.pop(block_hash))
+        if gone:
+            self._log.note(False, gone, CacheTier.HOST)
 
     async def _write(self, disk: DiskTier, blocks: list[tuple[bytes, bytes]]) -> None:
         new = [(block_hash, data) for block_hash, data in blocks if block_hash not in disk]
@@ -229,13 +230,21 @@ class BlockTiers:
         elif self._disk is not None and block_hash in self._disk:
             self._disk.touch(block_hash)
 
-    def _lose(self, block_hash: bytes) -> None:
-        """Forget a block whose file is not what it was."""
-        if self._disk is not None and block_hash in self._disk:
+    def _lose(self, source: _Source) -> None:
+        """Forget a block that could not be read: what is here of it is not what it was."""
+        block_hash = source.block_hash
+        if source.data is None:
+            if self._disk is None or block_hash not in self._disk:
+                return
             self._disk.forget(block_hash)
             self._disk.remove([block_hash])
             self._log.note(False, [block_hash], CacheTier.DISK)
-            self.counters["tier_blocks_corrupt_total"] += 1
+        else:
+            if self._host.get(block_hash) is not source.data:  # it has gone on meanwhile, or was not encoded yet
+                return
+            self._host_bytes -= len(self._host.pop(block_hash))
+            self._log.note(False, [block_hash], CacheTier.HOST)
+        self.counters["tier_blocks_corrupt_total"] += 1
 
 
 def make_tiers(

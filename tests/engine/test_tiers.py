@@ -12,6 +12,8 @@ from engine.block_pool import BlockPool
 from engine.cache_log import CacheTier
 from engine.disk_tier import DiskTier
 from engine.tiers import BlockTiers
+from kvtransfer.codecs.base import Codec, Slabs
+from kvtransfer.codecs.raw import RawCodec
 from kvtransfer.codecs.registry import CODECS
 from kvtransfer.fake import FakeBlockStore
 from kvtransfer.fake_device import FakeDeviceStore
@@ -25,14 +27,21 @@ def name(seed: int) -> bytes:
     return seed.to_bytes(16, "big")
 
 
+class LossyCodec(RawCodec):
+    """What it encodes cannot be decoded."""
+
+    def encode(self, raw: memoryview, slabs: Slabs) -> memoryview:
+        return super().encode(raw, slabs)[1:]
+
+
 class Bench:
     """A pool over a store, and its tiers."""
 
-    def __init__(self, host_blocks: int, disk: DiskTier | None, codec: str, kind: type[Store]) -> None:
+    def __init__(self, host_blocks: int, disk: DiskTier | None, codec: Codec, kind: type[Store]) -> None:
         self.store = kind(NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS)
         block_bytes = self.store.layout.block_bytes
-        self.tiers = BlockTiers(self.store, self.pool.log, CODECS[codec], host_blocks * block_bytes, disk)
+        self.tiers = BlockTiers(self.store, self.pool.log, codec, host_blocks * block_bytes, disk)
         self.pool.on_evict = self.tiers.evicted
         self.known: dict[CacheTier, set[bytes]] = {tier: set() for tier in CacheTier}
 
@@ -78,7 +87,7 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    host_blocks: int, disk: DiskTier | None = None, codec: str = "raw", kind: type[Store] = FakeBlockStore
+    host_blocks: int, disk: DiskTier | None = None, codec: Codec = CODECS["raw"], kind: type[Store] = FakeBlockStore
 ) -> AsyncIterator[Bench]:
     bench = Bench(host_blocks, disk, codec, kind)
     moving = asyncio.create_task(bench.tiers.run())
@@ -232,7 +241,7 @@ def test_a_disk_that_takes_nothing_costs_blocks_and_nothing_else(tmp_path: Path)
 
 def test_int8_takes_less_space_and_brings_nearly_the_same_values() -> None:
     async def scenario() -> None:
-        async with running(host_blocks=4, codec="int8") as bench:
+        async with running(host_blocks=4, codec=CODECS["int8"]) as bench:
             (block_id,) = bench.pool.allocate(1)
             values = np.random.default_rng(0).standard_normal(bench.store.layout.block_bytes // 4, np.float32)
             bench.store.write(block_id, values.tobytes())
@@ -253,7 +262,7 @@ def test_int8_takes_less_space_and_brings_nearly_the_same_values() -> None:
 
 def test_values_that_the_codec_refuses_are_dropped() -> None:
     async def scenario() -> None:
-        async with running(host_blocks=4, codec="int8") as bench:
+        async with running(host_blocks=4, codec=CODECS["int8"]) as bench:
             (block_id,) = bench.pool.allocate(1)
             bench.store.write(block_id, np.full(bench.store.layout.block_bytes // 4, np.nan, np.float32).tobytes())
             bench.pool.seal(block_id, name(1))
@@ -265,5 +274,26 @@ def test_values_that_the_codec_refuses_are_dropped() -> None:
             assert bench.tiers.peek([name(1)]) == 0
             assert bench.tiers.counters["tier_blocks_dropped_total"] >= 1
             bench.follow()
+
+    run(scenario)
+
+
+def test_a_block_in_memory_that_cannot_be_decoded_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with running(host_blocks=4, codec=LossyCodec()) as bench:
+            bench.keep(1, 2)
+            bench.evict_all()
+            await bench.settle()
+
+            assert await bench.restore(1, 2) == 0
+            await bench.settle()
+
+            assert bench.tiers.peek([name(1)]) == 0
+            assert bench.tiers.counters["tier_blocks_corrupt_total"] == 1
+            assert name(2) in bench.tiers.hashes(CacheTier.HOST)
+            bench.follow()
+            bench.keep(1)
+            bench.evict_all()
+            assert await bench.restore(1) == 1  # copied anew, and not encoded yet
 
     run(scenario)
