@@ -82,7 +82,7 @@ def the_fit(pairs: list[PairEstimate]) -> list[PairEstimate]:
 
 
 @given(QUESTIONS)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_all_pairs_are_weighed_each_as_if_it_were_the_only_one(question: Question) -> None:
     pairs = halves(question)
 
@@ -94,7 +94,7 @@ def test_all_pairs_are_weighed_each_as_if_it_were_the_only_one(question: Questio
 
 
 @given(QUESTIONS)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_the_least_and_its_equals_are_those_of_a_look_at_every_pair(question: Question) -> None:
     pairs = halves(question)
     fit = the_fit(list(pairs))
@@ -109,7 +109,7 @@ def test_the_least_and_its_equals_are_those_of_a_look_at_every_pair(question: Qu
 
 
 @given(QUESTIONS)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_harmless_pairs_stop_no_sequence_that_another_worker_could_spare(question: Question) -> None:
     pairs = list(halves(question))
     sparing = [p for p in pairs if p.prefill or p.decode.prefills_itself or not p.decode.num_sequences]
@@ -118,7 +118,7 @@ def test_harmless_pairs_stop_no_sequence_that_another_worker_could_spare(questio
 
 
 @given(QUESTIONS, st.integers(0, 100))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_the_cost_policy_decides_as_a_look_at_every_pair_does(question: Question, seed: int) -> None:
     rng = Random(seed)
     fit = the_fit(list(Cost().weigh(question, rng)))
@@ -132,6 +132,7 @@ def test_the_cost_policy_decides_as_a_look_at_every_pair_does(question: Question
     assert choice.estimate == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.integers(0, 7), max_size=40))
 def test_a_group_that_is_told_of_changes_knows_who_has_room(full: list[bool], flips: list[int]) -> None:
     members = [Candidate(f"d{number}", is_full=is_full) for number, is_full in enumerate(full)]
