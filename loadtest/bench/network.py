@@ -1,4 +1,4 @@
-"""Two hosts on one machine for benchmarks: network namespaces with a link that has a rate and a delay. Needs root."""
+"""Two hosts on one machine: network namespaces with a link that has a rate, a delay and losses. Needs root."""
 
 import os
 import secrets
@@ -22,6 +22,8 @@ class LinkShape:
     """Rate, Mbit/s; None: as fast as the machine."""
     delay_ms: float = 0.0
     """One way."""
+    loss: float = 0.0
+    """Share of the frames that do not arrive; takes a delay."""
 
 
 def why_no_hosts() -> str | None:
@@ -93,6 +95,7 @@ class TwoHosts:
 
     def _link(self) -> None:
         ends = ("linka", "linkb")
+        assert self._shape.delay_ms or not self._shape.loss
         if self._shape.delay_ms:
             self._start_delay_line(*ends)
         else:
@@ -109,6 +112,7 @@ class TwoHosts:
                 "loadtest.bench.delay_line",
                 *ends,
                 str(self._shape.delay_ms),
+                str(self._shape.loss),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -2,10 +2,8 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -14,100 +12,16 @@ from common.config import TransferConfig
 from common.errors import TransferError, WorkerLostError
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
+from tests.kvtransfer.peer_process import peer
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 LAYOUT = SMALL_LAYOUT._replace(num_layers=16, block_tokens=64, head_dim=128)  # 2 MiB a block
 NUM_BLOCKS = 24
 MARK = 0xEE
 
 TRANSPORTS = ["shm", "ucx", "tcp", "tcp lossless"]
 """A codec in the name: and sealed."""
-
-PEER = """
-import asyncio, sys
-from baton_pb.v1 import transfer_pb2
-from common.config import TransferConfig
-from kvtransfer.endpoint import TransferEndpoint
-from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
-
-async def main():
-    layout = SMALL_LAYOUT._replace(num_layers=16, block_tokens=64, head_dim=128)
-    store = FakeBlockStore(24, layout)
-    transport, _, codec = sys.argv[1].partition(" ")
-    config = TransferConfig.model_validate({"transport": transport, "codec": codec or "raw", "sealed": bool(codec)})
-    endpoint = await TransferEndpoint.start("peer", "127.0.0.1", store, config)
-    print("ready", flush=True)
-    while True:
-        line = await asyncio.to_thread(sys.stdin.readline)
-        command, _, argument = line.strip().partition(" ")
-        if command == "grant":
-            landing = endpoint.grant(list(range(int(argument))), 0)
-            print(landing.ticket.SerializeToString().hex(), flush=True)
-        elif command == "landed":
-            await landing.landed()
-            print(all(set(store.block(b)) == {b + 1} for b in range(int(argument))), flush=True)
-        elif command == "push":
-            ticket = transfer_pb2.Ticket.FromString(bytes.fromhex(argument))
-            for block in range(24):
-                store.write(block, bytes([block + 1]) * layout.block_bytes)
-            push = await endpoint.open_push(ticket)
-            push.announce(0, list(range(len(ticket.block_ids))))
-            print("announced", flush=True)
-        elif command == "finish":
-            print((await push.finish()).num_bytes, flush=True)
-        else:
-            await endpoint.close()
-            return
-
-asyncio.run(main())
-"""
-
-
-class Peer:
-    """A child process that does what it is told by lines."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line.encode() + b"\n")
-        await self.process.stdin.drain()
-
-    async def ask(self, line: str) -> str:
-        await self.tell(line)
-        return await self.hear()
-
-    async def hear(self) -> str:
-        assert self.process.stdout is not None
-        while True:
-            line = (await self.process.stdout.readline()).decode().strip()
-            if " UCX " not in line:  # its complaints about the environment go to standard output
-                return line
-
-
-@asynccontextmanager
-async def peer(transport: str) -> AsyncIterator[Peer]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        PEER,
-        transport,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        limit=1 << 20,
-    )
-    child = Peer(process)
-    try:
-        assert await child.hear() == "ready"
-        yield child
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 @asynccontextmanager
