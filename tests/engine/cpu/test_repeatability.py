@@ -22,7 +22,9 @@ Token = tuple[int, float | None]
 
 
 def load(folder: Path, weights: str) -> Engine:
-    config = EngineConfig.model_validate({"backend": "cpu", "weights": weights, "threads": 1, "pool_mib": 4})
+    name, _, activations = weights.partition("/")  # "q4/int8": 4-bit weights behind 8-bit activations
+    options = {"backend": "cpu", "weights": name, "activations": activations or "int16", "threads": 1, "pool_mib": 4}
+    config = EngineConfig.model_validate(options)
     return Engine.load(folder, config, "tiny")
 
 
@@ -49,7 +51,7 @@ def answer(engine: Engine, token_ids: list[int], num_prompt: int, others: list[S
     return made
 
 
-@pytest.mark.parametrize("weights", ["fp32", "w8", "q4"])
+@pytest.mark.parametrize("weights", ["fp32", "w8", "q4", "q4/int8"])
 @pytest.mark.parametrize("num_prompt", [33, 47])
 def test_a_seeded_answer_depends_on_nothing_but_prompt_and_seed(
     tiny_model: Callable[[str], Path], weights: str, num_prompt: int
