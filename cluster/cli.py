@@ -35,7 +35,9 @@ _EXTENSIONS = (
     "loadtest.bench.cli",
 )  # each has an `app` whose commands join ours; imported by name, never the other way
 
-ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file; see common/config.py.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("-c", "--config", help="YAML file; see common/config.py and config_doors.py beside it.")
+]
 Settings = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override one setting; repeatable.")]
 Address = Annotated[str, typer.Option("--addr", metavar="HOST:PORT", help="The gateway's gRPC address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -28,7 +28,7 @@ _PREFIX_BYTES = 5
 class H2Call:
     """One answer as it comes in. Owned by its connection."""
 
-    __slots__ = ("_received", "ended", "first_s", "has_begun", "last")
+    __slots__ = ("_received", "ended", "first_s", "has_begun", "headers", "last")
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -36,6 +36,8 @@ class H2Call:
         """When the first message came; 0: not yet."""
         self.last = b""
         """The last message so far."""
+        self.headers = b""
+        """The last ones, as they came: of a call that failed they hold its status."""
         self.has_begun: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._received = b""
@@ -61,9 +63,7 @@ class H2Call:
             if waiting.done():
                 continue
             if error is not None or waiting is self.has_begun:
-                waiting.set_exception(
-                    error or BatonError("the call ended without an answer; its status is not decoded")
-                )
+                waiting.set_exception(error or BatonError(f"the call ended without an answer: {self.headers!r}"))
             else:
                 waiting.set_result(None)
             waiting.exception()  # whoever waits sees it; nobody need
@@ -76,7 +76,7 @@ class H2Call:
         """
         response = inference_pb2.GenerateResponse.FromString(self.last)
         if not response.HasField("finished"):
-            raise BatonError("the call ended before its answer did; its status is not decoded")
+            raise BatonError(f"the call ended before its answer did: {self.headers!r}")
         return response.finished.usage.output_tokens
 
 
@@ -169,7 +169,8 @@ class H2Connection(asyncio.Protocol):
             self._end_if(flags, number)
 
     def _header(self, flags: int, number: int, body: bytes) -> None:
-        del body
+        if (call := self._calls.get(number)) is not None:
+            call.headers = body
         self._end_if(flags, number)
 
     def _end_if(self, flags: int, number: int) -> None:

@@ -31,7 +31,7 @@ from loadtest.echo_http import HttpEcho
 
 MODEL = "fake"
 STREAMS_MAX = 12_000
-_HEARTBEAT_S = 5.0
+_HEARTBEAT_S = 0.5
 _START_TIMEOUT_S = 60.0
 _PORT_LINE_MAX = 4096
 _IDLE_STEP_S = 1.0
