@@ -80,8 +80,11 @@ class ExpectedBlocks:
         above = len(chain)
         for index in reversed(list(_marks(len(chain)))):
             for worker_id, entry in self._by_prefix.get(chain[index], _NOBODY).items():
-                if worker_id not in found and len(found) < _WORKERS_MAX:
-                    found[worker_id] = _common(chain, entry.chain, index + 1, above)
+                if worker_id in found:
+                    continue
+                found[worker_id] = _common(chain, entry.chain, index + 1, above)
+                if len(found) == _WORKERS_MAX:
+                    return found
             above = index
         return found
 
@@ -118,6 +121,8 @@ def _marks(num_blocks: int) -> Iterator[int]:
 def _common(one: Sequence[bytes], other: Sequence[bytes], low: int, high: int) -> int:
     """Return how many leading blocks two chains have in common: at least `low`, at most `high`."""
     high = min(high, len(one), len(other))
+    if low < high and one[low] != other[low]:  # as a rule, what many prompts begin with ends together
+        return low
     while low < high:
         middle = (low + high) // 2
         if one[middle] == other[middle]:
