@@ -8,8 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from common.errors import InvalidRequestError, OverloadedError
 from decode.chunk_budget import ChunkBudget
-from engine.bookkeeping import Bookkeeping
-from engine.sequence import Sequence
+from engine.bookkeeping import BookedSequence, Bookkeeping
 
 
 class Phase(enum.Enum):
@@ -25,7 +24,7 @@ class Phase(enum.Enum):
 class Stream:
     """A sequence on its way through the scheduler, which alone changes these fields but for `is_loading`."""
 
-    sequence: Sequence
+    sequence: BookedSequence
     is_remote: bool = False
     """Another worker prefills it; else this one does, be it from the start or after a preemption."""
     is_loading: bool = False

@@ -25,6 +25,7 @@ class StreamSession(Protocol):
 class TokenStream(Stream):
     """A sequence, and what the decode loop knows about it. Times are the loop's clock's, seconds."""
 
+    sequence: Sequence
     session: StreamSession
     started_s: float
     target: worker_pb2.PrefillTarget | None = None

@@ -4,9 +4,35 @@ A worker's engine keeps them for its loop; a simulated worker keeps them alone.
 """
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from engine.block_pool import BlockPool
-from engine.sequence import Sequence
+
+
+class BookedSequence(Protocol):
+    """What books and schedulers know of a sequence: how long it is, not which tokens it has."""
+
+    block_table: list[int]
+    """See engine.sequence.Sequence, as for all of these."""
+    num_computed: int
+    num_cached: int
+
+    @property
+    def num_prompt_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_uncomputed(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_ready(self) -> bool: ...  # noqa: D102
+
+    @property
+    def hashes(self) -> Seq[bytes]: ...  # noqa: D102
+
+    def reusable_hashes(self, block_tokens: int) -> Seq[bytes]: ...  # noqa: D102
 
 
 class Bookkeeping:
@@ -21,7 +47,7 @@ class Bookkeeping:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
-    def num_held(self, sequence: Sequence) -> int:
+    def num_held(self, sequence: BookedSequence) -> int:
         """Return about how many of its leading tokens a sequence without blocks would not have to compute."""
         return self.pool.depth(sequence.reusable_hashes(self.block_tokens)) * self.block_tokens
 
@@ -29,7 +55,7 @@ class Bookkeeping:
         """Return how many of the leading `hashes` could be brought back from below the pool."""
         return 0
 
-    def advance(self, sequence: Sequence, num_computed: int) -> None:
+    def advance(self, sequence: BookedSequence, num_computed: int) -> None:
         """Note that the first `num_computed` tokens have KV in the pool, computed or landed, and seal full blocks."""
         assert sequence.num_computed <= num_computed <= sequence.num_tokens
         first, end = sequence.num_computed // self.block_tokens, num_computed // self.block_tokens

@@ -50,6 +50,7 @@ class Prefilled(NamedTuple):
 class PromptJob(Prompt):
     """A prompt in this loop. `prefilled` is for its owner to await; the rest is the loop's."""
 
+    sequence: Sequence
     owner: PromptOwner
     prefilled: asyncio.Future[Prefilled]
     arrived_s: float
@@ -123,7 +124,11 @@ class PrefillLoop:
             raise OverloadedError(f"{waiting} prompts wait already, the limit of {self._worker_id}", RETRY_AFTER_S)
         prefilled: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
         job = PromptJob(
-            sequence, owner=owner, prefilled=prefilled, arrived_s=self._clock.now(), num_tokens=sequence.num_tokens
+            sequence=sequence,
+            owner=owner,
+            prefilled=prefilled,
+            arrived_s=self._clock.now(),
+            num_tokens=sequence.num_tokens,
         )
         self._jobs.add(job)
         self._idle.clear()

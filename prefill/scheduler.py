@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from common.errors import OverloadedError
-from engine.bookkeeping import Bookkeeping
-from engine.sequence import Sequence
+from engine.bookkeeping import BookedSequence, Bookkeeping
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
     """A sequence on its way through the scheduler, which alone changes these fields."""
 
-    sequence: Sequence
+    sequence: BookedSequence
     number: int = 0
     """Counts arrivals."""
     arrived_at: int = 0

@@ -1,11 +1,12 @@
 """The simulated cluster: the real router in the middle, cost-model workers around it, one client.
 
-What is real: the router's core (index, policies, reservations, admission), fed with numbered cache events and load
-reports, which reach it without delay here. What is modelled: workers and links (profile.py), a message's time (hop_s).
+What is real: the router's core (index, policies, reservations, admission), and in each worker the scheduler of prompts
+or streams and the block pool; their numbered cache events and load reports reach the router without delay here. What is
+modelled: the time of steps and transfers (profile.py), and of a message (hop_s).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -21,9 +22,9 @@ from loadtest.records import RequestRecord, ServerTiming
 from loadtest.simulator.decode import DecodeWorker
 from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
-from loadtest.simulator.pool import SimulatedPool
-from loadtest.simulator.prefill import Link, PrefillWorker, transfer
+from loadtest.simulator.prefill import PrefillWorker
 from loadtest.simulator.profile import Profile
+from loadtest.simulator.worker import Link, SimulatedWorker, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +37,6 @@ class ClusterShape:
     policy: str = "cost"
     admission: bool = True
     """Requests wait at the router when all workers have enough to do; otherwise they go to a worker's queue at once."""
-
-
-class _IndexFeed:
-    """Numbers one worker's cache events and hands them to the router's index."""
-
-    def __init__(self, router: Router, worker_id: str) -> None:
-        self._router = router
-        self._worker_id = worker_id
-        self._number = 0
-        router.index.replace(worker_id, ())
-
-    def changed(self, stored: bool, names: Sequence[bytes]) -> None:
-        """Take one event."""
-        self._number += 1
-        self._router.index.apply(self._worker_id, self._number, stored, names)
 
 
 class SimulatedCluster:
@@ -70,9 +56,9 @@ class SimulatedCluster:
         self._alarm_at = math.inf
         self._profile = profile
         self._timeline = timeline
-        self._links: dict[str, Link] = {}
         self._prefill: dict[str, PrefillWorker] = {}
         self._decode: dict[str, DecodeWorker] = {}
+        self._workers: dict[str, SimulatedWorker] = {}
         self._reservations: dict[Job, Reservation] = {}
         self._done: dict[Job, Callable[[RequestRecord], None]] = {}
         self._keeps_gaps = keeps_gaps
@@ -89,10 +75,8 @@ class SimulatedCluster:
         assert self.front.num_waiting == 0
         assert self.router.num_reservations == 0
         assert not self._done
-        workers: list[PrefillWorker | DecodeWorker] = [*self._prefill.values(), *self._decode.values()]
-        for worker in workers:
-            worker.pool.check(is_idle=True)
-            assert worker.queued_tokens == 0
+        for worker in self._workers.values():
+            worker.check_idle()
 
     # What the workers tell.
 
@@ -115,7 +99,7 @@ class SimulatedCluster:
     def on_finished(self, job: Job, gaps: tuple[float, ...]) -> None:
         """Hand out the record; the client sees everything `2 * hop_s` later."""
         exposed_s = None if job.landed is None else job.landed - job.first_token
-        self.router.finished(job.num_output)
+        self.router.finished(job.num_answered)
         self._reservations.pop(job).release(exposed_s)
         self.front.pump()
         self._end(job, self._record(job, gaps))
@@ -125,23 +109,21 @@ class SimulatedCluster:
         if (reservation := self._reservations.pop(job, None)) is not None:
             reservation.release()
             self.front.pump()
-        if job.decode_lease is not None:
+        if job.decode_worker:
             self._decode[job.decode_worker].abandon(job)
         self._end(job, self._failed(job, error))
 
-    def on_load(self, worker: PrefillWorker | DecodeWorker) -> None:
-        """Pass a load report on."""
-        match worker:
-            case PrefillWorker():
-                waiting, running = 0, worker.num_sequences
-            case DecodeWorker():
-                waiting, running = worker.num_waiting, worker.num_running
+    def on_load(self, worker: SimulatedWorker) -> None:
+        """Pass on what a worker's cache gained and lost, and its load."""
+        pool = worker.books.pool
+        for change in pool.drain_events():
+            self.router.index.apply(worker.worker_id, change.number, change.stored, change.hashes)
         load = WorkerLoad(
             worker.queued_tokens,
-            waiting,
-            running,
-            used_blocks=worker.pool.num_used,
-            free_blocks=worker.pool.num_free,
+            worker.num_waiting,
+            worker.num_running,
+            used_blocks=pool.num_used,
+            free_blocks=pool.num_free,
             steps=worker.done.totals,
         )
         self.router.report(worker.worker_id, load)
@@ -149,7 +131,7 @@ class SimulatedCluster:
 
     def link_of(self, worker_id: str) -> Link:
         """Return a worker's link."""
-        return self._links[worker_id]
+        return self._workers[worker_id].link
 
     # Inside.
 
@@ -174,12 +156,11 @@ class SimulatedCluster:
         for info in infos:
             name = info.worker_id
             self.router.welcome(name, facts if info.role is Role.PREFILL else decodes)
-            self._links[name] = Link()
-            pool = SimulatedPool(profile.pool_blocks, _IndexFeed(self.router, name))
+            self.router.index.replace(name, ())
             if info.role is Role.PREFILL:
-                self._prefill[name] = PrefillWorker(name, profile, timeline, pool, self)
+                self._workers[name] = self._prefill[name] = PrefillWorker(name, profile, timeline, self)
             else:
-                self._decode[name] = DecodeWorker(name, profile, timeline, pool, self, self._keeps_gaps)
+                self._workers[name] = self._decode[name] = DecodeWorker(name, profile, timeline, self, self._keeps_gaps)
             self.router.report(name, WorkerLoad())
 
     def _place(self, job: Job) -> None:
@@ -187,7 +168,7 @@ class SimulatedCluster:
         request = PlacementRequest(
             request_id=str(job.number),
             num_tokens=job.num_prompt,
-            max_output_tokens=job.num_output,
+            max_output_tokens=job.num_answered,
             hashes=job.prompt_names(self._profile.block_tokens),
             ttft_target_s=targets.ttft_target_s,
             tpot_target_s=targets.tpot_target_s,
@@ -227,24 +208,20 @@ class SimulatedCluster:
     def _fetch(self, job: Job, then: Callable[[], None]) -> None:
         """Let the holder of a prompt's beginning push it to the worker that prefills, if it still has it."""
         names = job.names[: job.fetched_blocks]
-        missing = len(names) - self._pool(job.prefill_worker).match(names)
-        if missing <= 0 or self._pool(job.holder).match(names) < len(names):
+        worker = self._workers[job.prefill_worker]
+        missing = worker.num_missing(names)
+        if not missing or self._workers[job.holder].num_missing(names):
             then()
             return
         num_bytes = missing * self._profile.block_tokens * self._profile.kv_bytes_per_token
-        now = self._timeline.now()
-        end = transfer(self._links[job.holder], self._links[job.prefill_worker], num_bytes, self._profile, now)
-        self._timeline.at(end + 2 * self._profile.link.latency_s, partial(self._fetched, job, names, then))
+        end = transfer(self.link_of(job.holder), worker.link, num_bytes, self._profile, self._timeline.now())
 
-    def _fetched(self, job: Job, names: Sequence[bytes], then: Callable[[], None]) -> None:
-        pool = self._pool(job.prefill_worker)
-        if (lease := pool.reserve(names, len(names))) is not None:
-            pool.seal(lease, names)
-            pool.release(lease)
-        then()
+        def fetched() -> None:
+            worker.receive(names)
+            self.on_load(worker)
+            then()
 
-    def _pool(self, worker_id: str) -> SimulatedPool:
-        return (self._prefill.get(worker_id) or self._decode[worker_id]).pool
+        self._timeline.at(end + 2 * self._profile.link.latency_s, fetched)
 
     def _end(self, job: Job, record: RequestRecord) -> None:
         done = self._done.pop(job)
@@ -264,10 +241,10 @@ class SimulatedCluster:
             intended_s=job.intended,
             sent_s=job.sent,
             first_token_s=first,
-            last_token_s=end if job.num_output > 1 else first,
+            last_token_s=end if job.num_answered > 1 else first,
             end_s=end,
             prompt_tokens=job.num_prompt,
-            output_tokens=job.num_output,
+            output_tokens=job.num_answered,
             cached_tokens=job.num_cached,
             gaps_s=gaps,
             finish_reason="length",
@@ -279,7 +256,7 @@ class SimulatedCluster:
                 queue_s=first - job.sent - prefill,
                 prefill_s=prefill,
                 transfer_exposed_s=exposed,
-                first_decode_s=job.second_token - job.joined if job.num_output > 1 else 0.0,
+                first_decode_s=job.second_token - job.joined if job.num_answered > 1 else 0.0,
             ),
         )
 

@@ -1,21 +1,23 @@
-"""A decode worker: admission in order of arrival, continuous batching, prompt chunks that ride along (role `both`).
+"""A decode worker (role `decode` or `both`): the real scheduler over real books, steps by the cost model.
 
-Modelled after decode/scheduler.py, with one difference: blocks for the whole answer are reserved at admission, so
-nothing is ever preempted here and a full pool makes requests wait instead.
+The scheduler plans where the batch may change: where a sequence joins or ends, where prompts are computed, and where
+the pool might not have blocks for all. The steps between, in which every sequence gets one more token, are taken
+together (stretch.py); whoever looks into the pool meanwhile first brings it up to the moment.
 """
 
-import heapq
-from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from common.errors import BatonError, InvalidRequestError, OverloadedError
+from common.errors import BatonError
+from decode.scheduler import DecodeScheduler, PlannedChunk, Stream
 from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
-from loadtest.simulator.pool import SimulatedPool
 from loadtest.simulator.profile import Profile
-from loadtest.simulator.step_count import StepCount
+from loadtest.simulator.sequence import SimulatedSequence
 from loadtest.simulator.stretch import Stretch
+from loadtest.simulator.worker import SimulatedWorker
 
 
 class DecodeEvents(Protocol):
@@ -42,155 +44,200 @@ class DecodeEvents(Protocol):
         ...
 
 
-class DecodeWorker:
-    """Owned by one simulation.
+@dataclass(slots=True, eq=False, kw_only=True)
+class _SimulatedStream(Stream):
+    sequence: SimulatedSequence
+    job: Job
+    end_tokens: int
+    """Length with the last token."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """Those in which it got a token a step, if gaps are kept."""
 
-    waiting ──admit──► landing ──land──► joining ──next step──► running ──last token──► gone
-                └─► prompts (prefilled here) ──────▲
-    """
+
+_UNBOUNDED = 1 << 30
+_Chunk = PlannedChunk[_SimulatedStream]
+
+
+class DecodeWorker(SimulatedWorker):
+    """Owned by one simulation."""
 
     def __init__(
         self,
         worker_id: str,
         profile: Profile,
         timeline: Timeline,
-        pool: SimulatedPool,
         events: DecodeEvents,
         keeps_gaps: bool,
+        stretch_max: int = _UNBOUNDED,
     ) -> None:
-        self.worker_id = worker_id
-        self.pool = pool
-        self.queued_tokens = 0
-        self.done = StepCount()
-        self._profile = profile
+        """Make an idle worker.
+
+        Args:
+            worker_id: unique in the simulation.
+            profile: its costs and limits.
+            timeline: the simulation's.
+            events: who is told.
+            keeps_gaps: whether finished requests come with the gaps between their tokens.
+            stretch_max: most steps that are taken together; of 1, every step is planned.
+        """
+        super().__init__(worker_id, profile)
+        self._stretch_max = stretch_max
         self._timeline = timeline
         self._events = events
         self._keeps_gaps = keeps_gaps
-        self._waiting: deque[Job] = deque()
-        self._num_admitted = 0
-        self._prompts: list[Job] = []
-        self._chunks: list[tuple[Job, int]] = []
-        self._joining: list[Job] = []
-        self._running: list[tuple[int, int, Job]] = []  # a heap by the step that makes the last token
-        self._context = 0
-        self._step = 0
+        self._scheduler: DecodeScheduler[_SimulatedStream] = DecodeScheduler(
+            self.books, profile.running_max, profile.decode_token_budget
+        )
+        self._streams: dict[Job, _SimulatedStream] = {}
+        self._decoding: list[_SimulatedStream] = []
+        """Of the running stretch: those that get a token a step."""
+        self._prompts: list[_Chunk] = []
+        """Of the running step: prompt chunks."""
         self._stretch: Stretch | None = None
-        self._stretches: list[Stretch] = []
+        self._num_applied = 0
+        """Steps of the stretch that the books know of."""
+        self.num_preemptions = 0
         self._end_number = 0
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens to compute here, and tokens to compute again."""
+        scheduler = self._scheduler
+        here = [stream.sequence.num_uncomputed for stream in scheduler.waiting if not stream.is_remote]
+        here += [stream.sequence.num_uncomputed for stream in scheduler.running if not stream.is_remote]
+        return sum(count for count in here if count > 1)
 
     @property
     def num_waiting(self) -> int:
         """Requests without blocks."""
-        return len(self._waiting)
+        return len(self._scheduler.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests with blocks."""
-        return self._num_admitted
+        return len(self._scheduler.landing) + len(self._scheduler.running)
 
     def add(self, job: Job) -> None:
         """Queue a request, or refuse it when the queue is full or the pool could never hold it."""
-        if len(self._waiting) >= self._profile.waiting_max:
-            self._events.on_failed(job, OverloadedError(f"{len(self._waiting)} requests wait on {self.worker_id}"))
+        try:
+            self._check_prompt(job)
+            self._scheduler.check_fits(job.num_prompt, job.num_output)
+            self._check_queue(len(self._scheduler.waiting))
+        except BatonError as error:
+            self._events.on_failed(job, error)
             return
-        if self._num_blocks(job) > self._profile.pool_blocks:
-            limit = self._profile.pool_blocks
-            self._events.on_failed(job, InvalidRequestError(f"{self._num_blocks(job)} blocks, the pool has {limit}"))
-            return
-        if not job.is_remote:
-            self.queued_tokens += job.num_prompt
-        self._waiting.append(job)
+        end_tokens = min(job.num_prompt + job.num_output, self._scheduler.capacity_tokens)
+        stream = _SimulatedStream(sequence=self._sequence(job), is_remote=job.is_remote, job=job, end_tokens=end_tokens)
+        self._streams[job] = stream
+        self._scheduler.add(stream)
+        self._catch_up()
         self._admit()
+        self._wake()
         self._events.on_load(self)
 
     def land(self, job: Job) -> None:
-        """All KV of a request's prompt is here."""
-        assert job.decode_lease is not None
-        self.pool.seal(job.decode_lease, job.prompt_names(self._profile.block_tokens))
-        self._join(job)
+        """All KV of a request's prompt is here, and its first token."""
+        self._catch_up()
+        stream = self._streams[job]
+        sequence = stream.sequence
+        sequence.num_tokens += 1
+        self.books.advance(sequence, sequence.num_tokens - 1)
+        job.joined = self._timeline.now()
+        if sequence.num_tokens == stream.end_tokens:
+            self._finish(stream)
+            self._admit()
+            self._events.on_load(self)
+        else:
+            self._scheduler.join(stream)
         self._wake()
 
     def abandon(self, job: Job) -> None:
-        """Give back the blocks of a request whose prefill failed."""
-        assert job.decode_lease is not None
-        self.pool.release(job.decode_lease)
-        self._num_admitted -= 1
+        """Give back what a request holds whose prefill failed, if it has come so far as to hold anything."""
+        if (stream := self._streams.pop(job, None)) is None:
+            return
+        self._scheduler.remove(stream)
+        self.books.pool.release(stream.sequence.block_table)
+        self._catch_up()
         self._admit()
+        self._wake()
         self._events.on_load(self)
 
+    def receive(self, names: Sequence[bytes]) -> None:
+        """See SimulatedWorker."""
+        self._catch_up()
+        super().receive(names)
+
+    def check_idle(self) -> None:
+        """Assert that no request is here."""
+        super().check_idle()
+        assert not self._streams
+        assert self._stretch is None
+
     def _admit(self) -> None:
-        block_tokens = self._profile.block_tokens
-        while self._waiting and self._num_admitted < self._profile.running_max:
-            job = self._waiting[0]
-            names = job.prompt_names(block_tokens) if job.is_remote else job.reusable_names(block_tokens)
-            job.decode_lease = self.pool.reserve(names, self._num_blocks(job))
-            if job.decode_lease is None:
-                break
-            self._waiting.popleft()
-            self._num_admitted += 1
-            held = len(job.decode_lease.names) * block_tokens
-            job.num_sent = held
-            if job.is_remote:
-                self._events.start_prefill(job)
-                continue
-            job.num_computed = job.num_cached = held
-            self.queued_tokens -= held
-            self._prompts.append(job)
-        self._wake()
-
-    def _num_blocks(self, job: Job) -> int:
-        return -(-(job.num_prompt + job.num_output) // self._profile.block_tokens)
-
-    def _join(self, job: Job) -> None:
-        job.joined = self._timeline.now()
-        if job.num_output == 1:
-            self._finish(job)
-        else:
-            self._joining.append(job)
+        """Give blocks to those who wait, as far as there are any; the books are up to the moment."""
+        for stream in self._scheduler.admit():
+            stream.job.num_sent = stream.first_block * self.books.block_tokens
+            self._events.start_prefill(stream.job)
 
     def _wake(self) -> None:
-        """Begin a stretch, or end the present one at the next step, when there is something to let in."""
-        if not self._joining and not self._prompts:
-            return
+        """Begin a stretch, or end the present one when its batch or its blocks must be looked at again."""
         if self._stretch is None:
             self._begin()
             return
-        begun = self._stretch.steps_begun(self._timeline.now())
-        if begun < self._stretch.num_steps:
-            self._stretch.num_steps = begun
+        self._cut(self._num_applied + self._num_fitting())
+        if len(self._scheduler.running) > len(self._decoding) + len(self._prompts):
+            self._cut(self._stretch.steps_begun(self._timeline.now()))
+
+    def _cut(self, num_steps: int) -> None:
+        assert self._stretch is not None
+        if num_steps < self._stretch.num_steps:
+            self._stretch.num_steps = num_steps
             self._await_end(self._stretch)
 
     def _begin(self) -> None:
-        for job in self._joining:
-            heapq.heappush(self._running, (self._step + job.num_output - 2, job.number, job))
-            self._context += job.num_prompt + 1
-        self._plan_chunks()
-        if not self._running and not self._chunks:
+        """Plan a step, and take as many together as are sure to be like it."""
+        self._admit()
+        now = self._timeline.now()
+        plan = self._scheduler.plan()
+        self.num_preemptions += len(plan.preempted)
+        self._decoding, self._prompts = [], []
+        step, extra_s, context = self._profile.step, 0.0, 0
+        for chunk in plan.chunks:
+            stream, num_tokens = chunk
+            sequence = stream.sequence
+            if sequence.num_uncomputed == 1 and sequence.num_output_tokens:
+                self._decoding.append(stream)
+                context += sequence.num_tokens
+                continue
+            self._prompts.append(chunk)
+            extra_s += step.prefill_s(num_tokens, sequence.num_computed)
+            if stream.job.prefill_started is None:
+                stream.job.prefill_started, stream.job.num_cached = now, sequence.num_cached
+        self._num_applied = 0
+        if not plan.chunks:
             self._stretch = None
             return
-        step = self._profile.step
-        extra = sum(step.prefill_s(count, job.num_computed) for job, count in self._chunks)
-        num_steps = 1 if self._chunks else self._running[0][0] - self._step + 1
-        stretch = Stretch.of(
-            step, self._step, self._timeline.now(), num_steps, len(self._running), self._context, extra
-        )
-        for job in self._joining:
-            job.first_step, job.second_token = self._step, stretch.end_of(1)
-        self._joining = []
-        self._stretch = stretch
-        self._await_end(stretch)
+        num_steps = 1
+        if not self._prompts and not plan.preempted:  # what was preempted may be admitted again at the next step
+            num_steps = min(self._num_fitting(), self._num_until_one_ends(), self._stretch_max)
+        self._stretch = Stretch.of(step, now, num_steps, len(self._decoding), context, extra_s)
+        self._await_end(self._stretch)
 
-    def _plan_chunks(self) -> None:
-        self._chunks = []
-        budget = self._profile.decode_token_budget - len(self._running)
-        for job in self._prompts:
-            if budget <= 0:
-                break
-            if job.prefill_started is None:
-                job.prefill_started = self._timeline.now()
-            count = min(budget, job.num_uncomputed)
-            self._chunks.append((job, count))
-            budget -= count
+    def _num_until_one_ends(self) -> int:
+        return min(stream.end_tokens - stream.sequence.num_tokens for stream in self._decoding)
+
+    def _num_fitting(self) -> int:
+        """Return how many steps, the running one among them, are sure to find blocks for all sequences of the batch."""
+        available, count, block_tokens = self.books.pool.num_available, len(self._decoding), self.books.block_tokens
+        if not count:
+            return 1
+        if available >= count:
+            return 1 + available // count * block_tokens
+        # The sequences' next blocks, the soonest first: that after the last available one ends the stretch.
+        rooms = sorted(
+            len(stream.sequence.block_table) * block_tokens - stream.sequence.num_tokens for stream in self._decoding
+        )
+        return 1 + rooms[available]
 
     def _await_end(self, stretch: Stretch) -> None:
         self._end_number += 1
@@ -202,67 +249,72 @@ class DecodeWorker:
             return  # the stretch was cut short after this was asked for
         stretch = self._stretch
         assert stretch is not None
-        self._step += stretch.num_steps
-        self.done.add_stretch(stretch, len(self._running), self._context)
-        for job, count in self._chunks:
-            self.done.add_chunk(count, job.num_computed)
-        self._context += len(self._running) * stretch.num_steps
-        if self._keeps_gaps:
-            self._stretches.append(stretch)
+        self._apply(stretch.num_steps)
+        self.done.add_stretch(stretch)
         self._stretch = None
-        while self._running and self._running[0][0] < self._step:
-            job = heapq.heappop(self._running)[2]
-            self._context -= job.num_prompt + job.num_output
-            self._finish(job)
-        self._apply_chunks()
+        for stream in self._decoding:
+            if self._keeps_gaps:
+                stream.stretches.append(stretch)
+            if stream.sequence.num_output_tokens == stretch.num_steps + 1:
+                stream.job.second_token = stretch.end_of(1)
+            if stream.sequence.num_tokens == stream.end_tokens:
+                self._finish(stream)
+        for chunk in self._prompts:
+            self._apply_prompt(chunk, stretch)
+        self._begin()
         self._events.on_load(self)
-        if self._stretch is None:
-            self._begin()
 
-    def _apply_chunks(self) -> None:
-        for job, count in self._chunks:
-            job.num_computed += count
-            self.queued_tokens -= count
-            assert job.decode_lease is not None
-            self.pool.seal(job.decode_lease, job.computed_names(self._profile.block_tokens))
-            if job.num_uncomputed:
-                continue
-            self._prompts.remove(job)
-            self._events.on_first_token(job)
-            self._join(job)
-        self._chunks = []
+    def _catch_up(self) -> None:
+        """Bring the books up to the steps that are over; the last one of a stretch is `_end`'s."""
+        if self._stretch is not None:
+            self._apply(self._stretch.steps_begun(self._timeline.now()) - 1)
 
-    def _finish(self, job: Job) -> None:
-        assert job.decode_lease is not None
-        self.pool.seal(job.decode_lease, job.names)
-        self.pool.release(job.decode_lease)
-        self._num_admitted -= 1
-        self._events.on_finished(job, self._gaps(job))
-        self._admit_later()
+    def _apply(self, num_steps: int) -> None:
+        """Note that so many steps of the stretch are over, as far as they decode."""
+        fresh, self._num_applied = num_steps - self._num_applied, num_steps
+        if not fresh:
+            return
+        block_tokens = self.books.block_tokens
+        is_over = self._stretch is not None and num_steps == self._stretch.num_steps
+        for stream in self._decoding:
+            sequence = stream.sequence
+            sequence.num_tokens += fresh
+            # After the last step the next plan takes the block for the last token.
+            need = sequence.num_tokens - is_over
+            if need > len(sequence.block_table) * block_tokens:
+                missing = self.books.blocks_for(need) - len(sequence.block_table)
+                sequence.block_table += self.books.pool.allocate(missing)
+            self.books.advance(sequence, sequence.num_tokens - 1)
 
-    def _admit_later(self) -> None:
-        # Not now: _finish may run in the middle of a step's end.
-        if self._waiting:
-            self._timeline.after(0.0, self._admit)
+    def _apply_prompt(self, chunk: _Chunk, stretch: Stretch) -> None:
+        stream, num_tokens = chunk
+        sequence = stream.sequence
+        self.done.add_chunk(num_tokens, sequence.num_computed)
+        self.books.advance(sequence, sequence.num_computed + num_tokens)
+        if sequence.num_uncomputed:
+            return
+        sequence.num_tokens += 1
+        if sequence.num_output_tokens == 1:
+            stream.job.joined = self._timeline.now()
+            self._events.on_first_token(stream.job)
+        else:  # it was preempted
+            if sequence.num_output_tokens == 2:
+                stream.job.second_token = self._timeline.now()
+            if self._keeps_gaps:
+                stream.stretches.append(stretch)
+        if sequence.num_tokens == stream.end_tokens:
+            self._finish(stream)
 
-    def _gaps(self, job: Job) -> tuple[float, ...]:
-        if not self._keeps_gaps or job.num_output < 2:
+    def _finish(self, stream: _SimulatedStream) -> None:
+        sequence = stream.sequence
+        self._scheduler.remove(stream)
+        self.books.pool.release(sequence.block_table)
+        del self._streams[stream.job]
+        stream.job.num_answered = sequence.num_output_tokens
+        self._events.on_finished(stream.job, self._gaps(stream))
+
+    def _gaps(self, stream: _SimulatedStream) -> tuple[float, ...]:
+        if not self._keeps_gaps:
             return ()
-        last = job.first_step + job.num_output - 2
-        times = [job.first_token]
-        for stretch in self._stretches_from(job.first_step):
-            begin = max(job.first_step, stretch.first_step) - stretch.first_step
-            until = min(last, stretch.first_step + stretch.num_steps - 1) - stretch.first_step
-            times += [stretch.end_of(step + 1) for step in range(begin, until + 1)]
-        return tuple(after - before for before, after in pairwise(times))
-
-    def _stretches_from(self, step: int) -> list[Stretch]:
-        """Return the stretches from the one that holds `step` on."""
-        low, high = 0, len(self._stretches)
-        while low < high:
-            middle = (low + high) // 2
-            if self._stretches[middle].first_step + self._stretches[middle].num_steps <= step:
-                low = middle + 1
-            else:
-                high = middle
-        return self._stretches[low:]
+        ends = [stretch.end_of(step + 1) for stretch in stream.stretches for step in range(stretch.num_steps)]
+        return tuple(after - before for before, after in pairwise([stream.job.first_token, *ends]))

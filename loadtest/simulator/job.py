@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from cluster.service_level import ORDINARY, ServiceLevel
 from loadtest.content import Segment
-from loadtest.simulator.pool import Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +29,6 @@ class Job:
     """It has a prefill worker; otherwise the decode worker prefills."""
     prefill_worker: str = ""
     decode_worker: str = ""
-    num_computed: int = 0
     num_sent: int = 0
     """Tokens whose KV the decode worker holds or is being sent."""
     num_cached: int = 0
@@ -43,29 +41,14 @@ class Job:
     landed: float | None = None
     joined: float = 0.0
     second_token: float = 0.0
-    first_step: int = 0
-    """The decode worker's step that made the second token."""
-    prefill_lease: Lease | None = None
-    decode_lease: Lease | None = None
+    num_answered: int = 0
+    """Tokens that it was answered with: fewer than asked where it filled a pool."""
 
     @property
     def num_output(self) -> int:
         """Tokens to generate, at least 1."""
         return self.answer.num_tokens
 
-    @property
-    def num_uncomputed(self) -> int:
-        """Prompt tokens still to prefill."""
-        return self.num_prompt - self.num_computed
-
     def prompt_names(self, block_tokens: int) -> Sequence[bytes]:
         """Return the names of the prompt's full blocks."""
         return self.names[: self.num_prompt // block_tokens]
-
-    def computed_names(self, block_tokens: int) -> Sequence[bytes]:
-        """Return the names of the prompt's full blocks that are computed."""
-        return self.names[: self.num_computed // block_tokens]
-
-    def reusable_names(self, block_tokens: int) -> Sequence[bytes]:
-        """Return the names of which a cache may be used: the last token is always computed, for its logits."""
-        return self.names[: (self.num_prompt - 1) // block_tokens]

@@ -23,12 +23,14 @@ class StepCount:
             prompt_pairs=totals.prompt_pairs + num_tokens * (num_before + num_tokens / 2),
         )
 
-    def add_stretch(self, stretch: Stretch, num_sequences: int, context: int) -> None:
-        """Count a stretch of decode steps; `context` is the sum of the contexts at its beginning."""
-        totals, count = self.totals, stretch.num_steps
+    def add_stretch(self, stretch: Stretch) -> None:
+        """Count a stretch of decode steps that is over."""
+        totals, count, num_sequences = self.totals, stretch.num_steps, stretch.num_sequences
         self.totals = totals._replace(
             steps=totals.steps + count,
             seconds=totals.seconds + stretch.end_of(count) - stretch.start,
             sequences=totals.sequences + count * num_sequences,
-            context_tokens=totals.context_tokens + count * context + num_sequences * count * (count - 1) / 2,
+            context_tokens=totals.context_tokens
+            + count * stretch.num_context
+            + num_sequences * count * (count - 1) / 2,
         )

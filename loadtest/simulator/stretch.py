@@ -12,41 +12,42 @@ from loadtest.simulator.profile import StepCost
 
 @dataclass(slots=True)
 class Stretch:
-    """Steps `first_step` to `first_step + num_steps - 1` of a decode worker."""
+    """Steps of a decode worker, one after the other."""
 
-    first_step: int
     start: float
     num_steps: int
     first_s: float
     """Of the first step."""
     growth_s: float
     """By which each step is longer than the one before."""
+    num_sequences: int
+    """That decode."""
+    num_context: int
+    """Sum of their lengths in the first step."""
 
     @classmethod
     def of(
         cls,
         cost: StepCost,
-        first_step: int,
         start: float,
         num_steps: int,
         num_sequences: int,
-        context: int,
+        num_context: int,
         extra_s: float,
     ) -> "Stretch":
         """Return the stretch of a batch.
 
         Args:
             cost: of a step.
-            first_step: its number.
             start: of the first step.
             num_steps: at least 1.
             num_sequences: that decode.
-            context: sum of their contexts in the first step.
+            num_context: sum of their lengths in the first step.
             extra_s: prompt chunks that ride along; only with one step.
         """
         assert num_steps == 1 or not extra_s
-        first = cost.base_s + extra_s + cost.decode_s(num_sequences, context)
-        return cls(first_step, start, num_steps, first, cost.context_s * num_sequences)
+        first_s = cost.base_s + extra_s + cost.decode_s(num_sequences, num_context)
+        return cls(start, num_steps, first_s, cost.context_s * num_sequences, num_sequences, num_context)
 
     def end_of(self, count: int) -> float:
         """Return when the first `count` steps are over."""

@@ -1,5 +1,7 @@
 """The decode scheduler admits in order, never exceeds its limits, and everyone ends however small the pool is."""
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +15,15 @@ from engine.sequence import Sequence
 from engine.step import ScheduledChunk, TokenOutput
 
 
-def stream_of(name: str, length: int, max_tokens: int = 8, is_remote: bool = False, start: int = 0) -> Stream:
+@dataclass(slots=True, eq=False, kw_only=True)
+class TextStream(Stream):
+    sequence: Sequence
+
+
+def stream_of(name: str, length: int, max_tokens: int = 8, is_remote: bool = False, start: int = 0) -> TextStream:
     token_ids = [(start + i) % 1000 for i in range(length)]
     sequence = Sequence.start(name, token_ids, length, SamplingParams(max_tokens=max_tokens), 4)
-    return Stream(sequence=sequence, is_remote=is_remote)
+    return TextStream(sequence=sequence, is_remote=is_remote)
 
 
 class Bench:
@@ -30,9 +37,11 @@ class Bench:
         itl_target_s: float | None = None,
     ) -> None:
         self.engine = FakeEngine(num_blocks=num_blocks)
-        self.scheduler: DecodeScheduler[Stream] = DecodeScheduler(self.engine, running_max, token_budget, itl_target_s)
+        self.scheduler: DecodeScheduler[TextStream] = DecodeScheduler(
+            self.engine, running_max, token_budget, itl_target_s
+        )
 
-    def step(self) -> StepPlan[Stream]:
+    def step(self) -> StepPlan[TextStream]:
         """Plan, compute, and let finished streams leave."""
         plan = self.scheduler.plan()
         for stream, num_tokens in plan.chunks:
@@ -42,7 +51,7 @@ class Bench:
                 self.leave(stream)
         return plan
 
-    def land(self, stream: Stream) -> None:
+    def land(self, stream: TextStream) -> None:
         """What a landing does: the first token comes by message, then the KV."""
         stream.sequence.append(7, 4)
         if self.engine.finish_reason(stream.sequence) is not None:
@@ -51,12 +60,12 @@ class Bench:
         self.engine.advance(stream.sequence, stream.sequence.num_tokens - 1)
         self.scheduler.join(stream)
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: TextStream) -> None:
         self.scheduler.remove(stream)
         self.engine.pool.release(stream.sequence.block_table)
 
 
-def names(plan: StepPlan[Stream]) -> list[tuple[str, int]]:
+def names(plan: StepPlan[TextStream]) -> list[tuple[str, int]]:
     return [(stream.sequence.request_id, num_tokens) for stream, num_tokens in plan.chunks]
 
 
@@ -135,7 +144,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_all_that_wait() -> None
     bench.scheduler.add(stream_of("waits", 1, start=200))
     bench.scheduler.admit()
 
-    preempted: list[Stream] = []
+    preempted: list[TextStream] = []
     while not preempted:
         bench.scheduler.admit()
         preempted = bench.step().preempted

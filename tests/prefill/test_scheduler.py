@@ -1,5 +1,7 @@
 """The prefill scheduler packs prompts under the budget, short work first, and nobody starves."""
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +15,14 @@ from prefill.scheduler import PlannedChunk, Prompt, PromptScheduler
 SEEN: TokenOutput = TokenOutput(1, None, [])
 
 
-def prompt_of(name: str, length: int, start: int = 0) -> Prompt:
+@dataclass(slots=True, eq=False)
+class TextPrompt(Prompt):
+    sequence: Sequence
+
+
+def prompt_of(name: str, length: int, start: int = 0) -> TextPrompt:
     token_ids = [(start + i) % 1000 for i in range(length)]
-    return Prompt(Sequence.start(name, token_ids, length, SamplingParams(), 4))
+    return TextPrompt(Sequence.start(name, token_ids, length, SamplingParams(), 4))
 
 
 class Bench:
@@ -23,7 +30,7 @@ class Bench:
 
     def __init__(self, token_budget: int, num_blocks: int = 1000) -> None:
         self.engine = FakeEngine(num_blocks=num_blocks)
-        self.scheduler: PromptScheduler[Prompt] = PromptScheduler(self.engine, token_budget)
+        self.scheduler: PromptScheduler[TextPrompt] = PromptScheduler(self.engine, token_budget)
         self.token_budget = token_budget
 
     def step(self) -> list[tuple[str, int]]:
@@ -33,7 +40,7 @@ class Bench:
             self._complete(chunk)
         return [(chunk.prompt.sequence.request_id, chunk.num_tokens) for chunk in chunks]
 
-    def _complete(self, planned: PlannedChunk[Prompt]) -> None:
+    def _complete(self, planned: PlannedChunk[TextPrompt]) -> None:
         sequence = planned.prompt.sequence
         chunk = ScheduledChunk(sequence, planned.num_tokens)
         is_done = chunk.reaches_end
