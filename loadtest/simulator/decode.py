@@ -284,7 +284,11 @@ class DecodeWorker(SimulatedWorker):
             if need > len(sequence.block_table) * block_tokens:
                 missing = self.books.blocks_for(need) - len(sequence.block_table)
                 sequence.block_table += self.books.pool.allocate(missing)
-            self.books.advance(sequence, sequence.num_tokens - 1)
+            num_computed = sequence.num_tokens - 1
+            if num_computed // block_tokens > sequence.num_computed // block_tokens:
+                self.books.advance(sequence, num_computed)
+            else:  # no block is full: the same, without the call
+                sequence.num_computed = num_computed
 
     def _apply_prompt(self, chunk: _Chunk, stretch: Stretch) -> None:
         stream, num_tokens = chunk

@@ -13,7 +13,7 @@ _FEW = 4
 _LEVELS = 4
 """Deepest levels of holders that are weighed."""
 _MANY = 64
-"""Candidates that are looked at one by one; of more, so many drawn at random, the least busy of which is as good."""
+"""Candidates that are looked at one by one; of more, so many from a random place on: their least busy is as good."""
 _NEARLY, _NEARLY_S = 0.02, 1e-4
 """Loads within this share and these seconds of the least are equal, and chance decides."""
 _EQUAL = Margin(_NEARLY, _NEARLY_S)
@@ -53,7 +53,7 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
     """
     if not group.members:
         return ()
-    seen = group.members if len(group) <= _MANY else rng.choices(group.members, k=_MANY)
+    seen = _drawn(group.members, rng)
     idlest = _least(seen, loads(question, seen), rng)
     found = {idlest.worker_id: idlest}
     hits = question.hits
@@ -69,6 +69,17 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
             members = [_least(members, loads(question, members), rng)]
         found.update((candidate.worker_id, candidate) for candidate in members)
     return list(found.values())
+
+
+def _drawn(members: Sequence[Candidate], rng: Random) -> Sequence[Candidate]:
+    """Return _MANY of the members, or all of so few: neighbours from a place drawn at random, which takes one draw.
+
+    Each is as likely as any other to be among them, and neighbours have nothing in common but their numbers.
+    """
+    if len(members) <= _MANY:
+        return members
+    start = rng.randrange(len(members))
+    return [*members[start : start + _MANY], *members[: max(0, start + _MANY - len(members))]]
 
 
 def _least(candidates: Sequence[Candidate], loads: Sequence[float], rng: Random) -> Candidate:
