@@ -48,8 +48,9 @@ class EngineConfig(Node):
     """Part of the memory that is free at start (on the machine, and within the limits of its control groups; with
     backend `cuda`, on the GPU behind the weights) which one worker's pool may take; two workers take it twice. At most
     64 full context windows."""
-    threads: Count = 1
-    """Compute threads of one worker; 0: all cores."""
+    threads: Count = 0
+    """Compute threads of one worker; 0: an even share of the cores of its host, or of those that its role is pinned to
+    (a model that is loaded without a cluster takes all)."""
     context_tokens: Positive | None = None
     """Most tokens of prompt and output together; None: the model's own window."""
     host_tier_mib: Count = 0
@@ -71,8 +72,8 @@ class PrefillConfig(Node):
     ray_resources: dict[str, float] = {}
     """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
     cores: tuple[Count, ...] = ()
-    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first `engine.threads` of
-    them, worker 1 the next, in a circle. Empty: any."""
+    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first of them, as many as
+    it has threads, worker 1 the next, in a circle. Empty: any."""
     nice: Annotated[int, Field(ge=0, le=19)] = 10
     """Added to the priority number of a prefill worker's compute threads: on a contended core decode steps, tokens and
     KV on their way go first, and a prompt still gets about a tenth of it."""
@@ -93,8 +94,8 @@ class DecodeConfig(Node):
     ray_resources: dict[str, float] = {}
     """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
     cores: tuple[Count, ...] = ()
-    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first `engine.threads` of
-    them, worker 1 the next, in a circle. Empty: any."""
+    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first of them, as many as
+    it has threads, worker 1 the next, in a circle. Empty: any."""
     running_max: Positive = 64
     """Most sequences in one step."""
     token_budget: Positive = 256

@@ -23,13 +23,14 @@ class ModelRunner:
             name: of the backend, for status.
             backend: loaded, attached to `kv`.
             kv: the pool.
-            threads: compute threads; 0: as many as this process may run on.
+            threads: compute threads, at most as many as the calling thread has cores; 0: as many.
         """
         self.backend = name
         self._model = backend
         self._block_tokens = kv.layout.block_tokens
         self._sampler = Sampler(backend.facts.eos_token_ids)
-        self._torch_threads = 1 if backend.facts.has_own_threads else threads or len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
+        self._torch_threads = 1 if backend.facts.has_own_threads else min(threads or cores, cores)
         self._compute_thread: int | None = None
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cluster.launcher import processes
 from cluster.launcher.launcher import RayLauncher
 from cluster.launcher.ray_cluster import RayCluster
 from cluster.launcher.specs import service_specs
+from cluster.launcher.threads import Host, crowded, threads_of_roles
 from cluster.model_store import ModelFolder
 from cluster.supervisor.fleet import MemberState, Phase, Role
 from cluster.supervisor.probe import HealthProber
@@ -103,7 +105,7 @@ class _Serving:
     async def _lead(self) -> None:
         try:
             model = await self._prepare()
-            self._supervisor = supervisor = self._make_supervisor(model)
+            self._supervisor = supervisor = self._make_supervisor(model, await self._ray.hosts())
             running = asyncio.create_task(supervisor.run())
             try:
                 await _either(running, self._wait_ready(supervisor))
@@ -137,8 +139,11 @@ class _Serving:
             resolving.cancel()
             await asyncio.gather(starting, resolving, return_exceptions=True)
 
-    def _make_supervisor(self, model: ModelFolder) -> Supervisor:
-        specs = service_specs(self._config, model)
+    def _make_supervisor(self, model: ModelFolder, hosts: Sequence[Host]) -> Supervisor:
+        threads = threads_of_roles(self._config, hosts)
+        if (complaint := crowded(threads, self._config, hosts)) is not None:
+            self._report.step(f"WARNING: {complaint}")
+        specs = service_specs(self._config, model, threads)
         for spec in specs:
             self._report.doing(spec.member.name, f"starting {spec.member.name}")
         return Supervisor(

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import logging
+import os
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 
 from cluster.launcher import processes
 from cluster.launcher.reaper import Reaper
+from cluster.launcher.threads import Host
 from common.config import RayConfig
 from common.errors import ConfigError
 
@@ -80,6 +82,12 @@ class RayCluster:
             where = "start a local Ray" if self.is_local else f"join Ray at {self._config.address}"
             raise ConfigError(f"cannot {where}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
+    async def hosts(self) -> list[Host]:
+        """Return the machines that actors may be placed on now."""
+        if self.is_local:
+            return [Host(len(os.sched_getaffinity(0)))]
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _joined_hosts)
+
     async def stop(self) -> None:
         """Leave Ray; a local one ends with all its processes. Safe when start failed or never ran."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._stop)
@@ -91,6 +99,13 @@ class RayCluster:
         ray.shutdown()
         if self._folder is not None:
             self._folder.remove()
+
+
+def _joined_hosts() -> list[Host]:
+    import ray
+
+    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+    return [Host(int(node["Resources"].get("CPU", 0)), frozenset(node["Resources"])) for node in nodes]
 
 
 class _SessionFolder:

@@ -7,7 +7,7 @@ from typing import Any
 from cluster.launcher import processes
 from cluster.model_store import ModelFolder
 from cluster.supervisor.fleet import Launch, Member, Role
-from common.config import ClusterConfig, PrefillConfig
+from common.config import ClusterConfig, EngineConfig, PrefillConfig
 
 # Entry strings: imported inside the actors only.
 _ROUTER = "cluster.launcher.router_actor:open_router"
@@ -48,8 +48,14 @@ def _port(address: str | None) -> int | None:
     return None if address is None else int(address.rpartition(":")[2])
 
 
-def service_specs(config: ClusterConfig, model: ModelFolder) -> list[ServiceSpec]:
-    """Return one spec for each process of the cluster: router, gateways, then the workers."""
+def service_specs(config: ClusterConfig, model: ModelFolder, threads: Mapping[Role, int]) -> list[ServiceSpec]:
+    """Return one spec for each process of the cluster: router, gateways, then the workers.
+
+    Args:
+        config: the whole tree.
+        model: what the workers load.
+        threads: compute threads of a worker of each role, see cluster/launcher/threads.py.
+    """
     control = processes.control_environment()
     heartbeat_s = config.supervisor.heartbeat_s
     router = ServiceSpec(
@@ -65,11 +71,14 @@ def service_specs(config: ClusterConfig, model: ModelFolder) -> list[ServiceSpec
         for number in range(config.gateway.count)
     ]
     counts = {Role.PREFILL: config.prefill.workers, Role.DECODE: config.decode.workers, Role.BOTH: config.both.workers}
-    workers = [_worker(config, model, role, number) for role, count in counts.items() for number in range(count)]
+    engines = {role: config.engine.model_copy(update={"threads": each}) for role, each in threads.items()}
+    workers = [
+        _worker(config, model, engines[role], role, number) for role, count in counts.items() for number in range(count)
+    ]
     return [router, *gateways, *workers]
 
 
-def _worker(config: ClusterConfig, model: ModelFolder, role: Role, number: int) -> ServiceSpec:
+def _worker(config: ClusterConfig, model: ModelFolder, engine: EngineConfig, role: Role, number: int) -> ServiceSpec:
     member = Member(f"{role.value}-{number}", role)
     settings = config.prefill if role is Role.PREFILL else config.decode
     arguments: dict[str, Any] = {
@@ -77,14 +86,14 @@ def _worker(config: ClusterConfig, model: ModelFolder, role: Role, number: int) 
         "worker_id": member.name,
         "model_dir": model.path,
         "model_id": model.model_id,
-        "engine": config.engine,
+        "engine": engine,
         "role": settings,
         "transfer": config.transfer,
         "heartbeat_s": config.supervisor.heartbeat_s,
     }
     if role is Role.BOTH:
         arguments["is_colocated"] = True
-    environment = processes.worker_environment(config.engine)
+    environment = processes.worker_environment(engine)
     return ServiceSpec(
         member,
         _WORKER,

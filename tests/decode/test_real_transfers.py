@@ -39,7 +39,9 @@ def oracle(model_dir: Path) -> Oracle:
 
 @asynccontextmanager
 async def workers(model_dir: Path, **settings: Any) -> AsyncIterator[tuple[PrefillWorker, DecodeWorker]]:
-    engine = EngineConfig(backend="reference", weights="fp32", kv_dtype="float32", block_tokens=8, pool_blocks=32)
+    engine = EngineConfig(
+        backend="reference", weights="fp32", kv_dtype="float32", block_tokens=8, pool_blocks=32, threads=1
+    )
     transfer = TransferConfig.model_validate({"transport": "shm", "lease_s": LEASE_S, **settings})
     prefill = await PrefillWorker.start(
         "prefill-0", "127.0.0.1", model_dir, "tiny", engine, PrefillConfig(token_budget=16), transfer, 0.5

@@ -36,7 +36,7 @@ def load(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> I
     def make(family: str = "llama", **settings: Any) -> Engine:
         is_cuda = request.param != "reference" and {"kv_dtype", "pool_blocks"}.issuperset(settings)
         base = {"backend": "cuda" if is_cuda else "reference", "weights": "fp32" if is_cuda else "auto"}
-        config = EngineConfig(**{**base, "block_tokens": BLOCK_TOKENS, "pool_blocks": 128, **settings})
+        config = EngineConfig(**{**base, "block_tokens": BLOCK_TOKENS, "pool_blocks": 128, "threads": 1, **settings})
         if is_cuda and request.param == "cuda on the cpu":
             engines.append(engine_on_cpu(tiny_model(family), family, config, is_in_device=True))
         else:

@@ -44,7 +44,9 @@ async def local_cluster(
     **gateway_settings: Any,
 ) -> AsyncIterator[LocalCluster]:
     """Start workers, router and gateway; stop them in the reverse order."""
-    engine = EngineConfig(backend="reference", weights="fp32", block_tokens=block_tokens, pool_blocks=pool_blocks)
+    engine = EngineConfig(
+        backend="reference", weights="fp32", block_tokens=block_tokens, pool_blocks=pool_blocks, threads=1
+    )
     transfer = TransferConfig.model_validate({"transport": transport})
     async with AsyncExitStack() as stack:
         prefill: list[PrefillWorker] = []
