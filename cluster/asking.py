@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import cycle, islice
+from typing import Any, TypeVar
 
 import grpc
 
@@ -24,6 +25,7 @@ Messages = str | Sequence[tuple[str, str]]
 """What a user says, or a conversation as (role, content) pairs."""
 Sampling = common_pb2.SamplingParams | Mapping[str, Any]
 """The message, or its fields by name: `{"max_tokens": 40, "temperature": 0}`."""
+T = TypeVar("T")
 _RETRIED = (OverloadedError, WorkerLostError)
 
 
@@ -55,6 +57,11 @@ class Retries:
 
 
 USUAL_RETRIES = Retries()
+
+
+def in_turn(gateways: Sequence[T], first: int) -> Iterator[T]:
+    """Return whom to ask, one for each attempt: another one than the last, however many requests run at once."""
+    return islice(cycle(gateways), first % len(gateways), None)
 
 
 @dataclass(frozen=True, slots=True)

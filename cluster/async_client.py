@@ -6,7 +6,7 @@ async with AsyncClient("127.0.0.1:50051") as client:
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from itertools import count
 from types import TracebackType
@@ -16,7 +16,17 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import inference_pb2, inference_pb2_grpc
-from cluster.asking import CALL_TIMEOUT_S, OPTIONS, USUAL_RETRIES, Answer, Retries, addresses_of, answers_of, error_at
+from cluster.asking import (
+    CALL_TIMEOUT_S,
+    OPTIONS,
+    USUAL_RETRIES,
+    Answer,
+    Retries,
+    addresses_of,
+    answers_of,
+    error_at,
+    in_turn,
+)
 from common.errors import BatonError
 
 
@@ -81,10 +91,10 @@ class AsyncClient:
             BatonError: with the class and the words that the cluster gave; `WorkerLostError` if it cannot be reached.
         """
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        for attempt in count(1):
+        for attempt, gateway in enumerate(self._in_turn(), 1):
             has_begun = False
             try:
-                async with aclosing(self._stream(request, deadline)) as responses:
+                async with aclosing(self._stream(gateway, request, deadline)) as responses:
                     async for response in responses:
                         has_begun = True
                         yield response
@@ -102,8 +112,7 @@ class AsyncClient:
             BatonError: as for `generate`.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        for attempt in count(1):
-            gateway = self._next()
+        for attempt, gateway in enumerate(self._in_turn(), 1):
             try:
                 listed = await gateway.inference.ListModels(
                     inference_pb2.ListModelsRequest(), timeout=_left_s(deadline), metadata=self._metadata
@@ -118,9 +127,8 @@ class AsyncClient:
         raise AssertionError("unreachable")
 
     async def _stream(
-        self, request: inference_pb2.GenerateRequest, deadline: float | None
+        self, gateway: _Gateway, request: inference_pb2.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        gateway = self._next()
         call = gateway.inference.Generate(request, timeout=_left_s(deadline), metadata=self._metadata)
         try:
             async for response in call:
@@ -130,8 +138,8 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    def _next(self) -> _Gateway:
-        return self._gateways[next(self._turn) % len(self._gateways)]
+    def _in_turn(self) -> Iterator[_Gateway]:
+        return in_turn(self._gateways, next(self._turn))
 
 
 def _connect(address: str, ca: bytes | None) -> _Gateway:

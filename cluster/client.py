@@ -14,7 +14,17 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, router_pb2
-from cluster.asking import CALL_TIMEOUT_S, OPTIONS, USUAL_RETRIES, Answer, Retries, addresses_of, answers_of, error_at
+from cluster.asking import (
+    CALL_TIMEOUT_S,
+    OPTIONS,
+    USUAL_RETRIES,
+    Answer,
+    Retries,
+    addresses_of,
+    answers_of,
+    error_at,
+    in_turn,
+)
 from common.errors import BatonError
 
 T = TypeVar("T")
@@ -96,10 +106,10 @@ class Client:
             BatonError: with the class and the words that the cluster gave; `WorkerLostError` if it cannot be reached.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for attempt in count(1):
+        for attempt, gateway in enumerate(self._in_turn(), 1):
             has_begun = False
             try:
-                with closing(self._stream(request, deadline)) as responses:
+                with closing(self._stream(gateway, request, deadline)) as responses:
                     for response in responses:
                         has_begun = True
                         yield response
@@ -148,8 +158,7 @@ class Client:
     def _call(self, send: Callable[[_Gateway, float], T], timeout_s: float) -> T:
         """Make a call that gives one message, again when that may help."""
         deadline = time.monotonic() + timeout_s
-        for attempt in count(1):
-            gateway = self._next()
+        for attempt, gateway in enumerate(self._in_turn(), 1):
             try:
                 return send(gateway, max(0.0, deadline - time.monotonic()))
             except grpc.RpcError as error:
@@ -161,9 +170,8 @@ class Client:
         raise AssertionError("unreachable")
 
     def _stream(
-        self, request: inference_pb2.GenerateRequest, deadline: float | None
+        self, gateway: _Gateway, request: inference_pb2.GenerateRequest, deadline: float | None
     ) -> Generator[inference_pb2.GenerateResponse, None, None]:
-        gateway = self._next()
         call: Any = gateway.inference.Generate(request, timeout=_left_s(deadline), metadata=self._metadata)
         try:
             yield from call
@@ -172,8 +180,8 @@ class Client:
         finally:
             call.cancel()
 
-    def _next(self) -> _Gateway:
-        return self._gateways[next(self._turn) % len(self._gateways)]
+    def _in_turn(self) -> Iterator[_Gateway]:
+        return in_turn(self._gateways, next(self._turn))
 
 
 def _connect(address: str, ca: bytes | None) -> _Gateway:

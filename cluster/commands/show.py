@@ -47,8 +47,7 @@ def answer_json(responses: Iterable[inference_pb2.GenerateResponse]) -> dict[str
 
 
 def _timing_json(timing: common_pb2.Timing) -> dict[str, float | None]:
-    """Return the times under two names each: `ttft_s` as in the HTTP API, and `ttft`, which scripts may know."""
-    times = {
+    return {
         "ttft": timing.ttft_s,
         "queue": timing.queue_s,
         "prefill": timing.prefill_s,
@@ -57,7 +56,6 @@ def _timing_json(timing: common_pb2.Timing) -> dict[str, float | None]:
         "tpot": timing.tpot_s if timing.HasField("tpot_s") else None,
         "total": timing.total_s,
     }
-    return times | {f"{name}_s": time_s for name, time_s in times.items()}
 
 
 def _placement_json(placement: common_pb2.Placement) -> dict[str, str | None]:

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ def prepare_ray(session: Path | None) -> None:
         # Actors without GPUs see none anyway; without this Ray warns that the rule will change.
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     )
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        os.environ["RAY_COLOR_PREFIX"] = "0"  # Ray colours its processes' names whatever it writes to
     if session is not None:
         os.environ[_SESSION] = str(session)
         os.environ.update(

@@ -192,6 +192,20 @@ def test_a_gateway_that_is_away_costs_an_attempt(model_dir: Path, ask: Ask) -> N
     run(scenario())
 
 
+def test_what_a_gateway_failed_goes_to_another_one_however_many_requests_run(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            address, twice = f"{NOBODY},{cluster.gateway.grpc_address}", Retries(attempts=2, first_s=0.01)
+            async with AsyncClient(address, retries=twice) as client:
+                answers = await asyncio.gather(
+                    *(client.ask(completion_request([5], {"max_tokens": 2})) for _ in range(8))
+                )
+
+            assert [len(answer.token_ids) for answer in answers] == [2] * 8
+
+    run(scenario())
+
+
 @both
 def test_nobody_there_is_said_in_our_words(ask: Ask) -> None:
     async def scenario() -> None:
