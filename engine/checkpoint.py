@@ -5,6 +5,7 @@ which is cut short is refused with the name of the first tensor that lies beyond
 """
 
 import json
+import math
 import mmap
 import struct
 from collections.abc import Iterator
@@ -160,8 +161,24 @@ def _map(file: Path) -> Bytes:
         raise ModelFileError(f"model file {file} is not readable: {error}") from error
 
 
-_QUANTISED = {2: ("Q4_0", 18), 3: ("Q4_1", 20), 8: ("Q8_0", 34)}
-"""ggml type: name, bytes of a block of 32."""
+_QUANTISED = {2: "Q4_0", 3: "Q4_1", 8: "Q8_0"}
+"""ggml types whose blocks are used as they are."""
+_BLOCKS = {
+    0: (1, 4),  # F32
+    1: (1, 2),  # F16
+    2: (32, 18),  # Q4_0
+    3: (32, 20),  # Q4_1
+    6: (32, 22),  # Q5_0
+    7: (32, 24),  # Q5_1
+    8: (32, 34),  # Q8_0
+    10: (256, 84),  # Q2_K
+    11: (256, 110),  # Q3_K
+    12: (256, 144),  # Q4_K
+    13: (256, 176),  # Q5_K
+    14: (256, 210),  # Q6_K
+    30: (1, 2),  # BF16
+}
+"""ggml type: elements and bytes of a block. Of others only the beginning of a tensor is checked."""
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 
@@ -262,11 +279,10 @@ class Gguf:
     def _add(self, name: str, shape: list[int], kind: int, begin: int) -> None:
         if begin > len(self._data):
             raise ModelFileError(f"{self._file}: tensor {name} begins beyond the end of the file: it is cut short")
-        if kind not in _QUANTISED or len(shape) != 2 or shape[0] % 32:
-            return
-        label, block_bytes = _QUANTISED[kind]
-        k, rows = shape
-        end = begin + rows * (k // 32) * block_bytes
+        block, block_bytes = _BLOCKS.get(kind, (1, 0))
+        end = begin + math.prod(shape) // block * block_bytes
         if end > len(self._data):
             raise ModelFileError(f"{self._file}: tensor {name} ends beyond the end of the file: it is cut short")
-        self._blocks[name] = Blocks(label, self._data[begin:end].reshape(rows, k // 32, block_bytes))
+        if kind in _QUANTISED and len(shape) == 2 and shape[0] % 32 == 0:
+            k, rows = shape
+            self._blocks[name] = Blocks(_QUANTISED[kind], self._data[begin:end].reshape(rows, k // 32, block_bytes))

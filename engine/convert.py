@@ -57,12 +57,11 @@ def _write(source: Path, folder: Path, progress: Progress) -> None:
     import torch
     import transformers
 
-    from engine.weights import load_model
+    from engine.weights import check_gguf, load_model
 
     progress("tokenizer", 0.0)
     torch.set_num_threads(max(1, (os.cpu_count() or 1)))
-    if not source.is_file():
-        raise ConfigError(f"model file {source} is missing")
+    check_gguf(source)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except Exception as error:  # foreign code reading a foreign file

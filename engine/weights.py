@@ -12,7 +12,7 @@ import transformers
 
 from common.errors import ConfigError
 from common.model_facts import read_json
-from engine.checkpoint import Checkpoint, ModelFileError
+from engine.checkpoint import Checkpoint, Gguf, ModelFileError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Values of config.json's model_type whose attention the paged backend reproduces."""
@@ -42,7 +42,7 @@ def load_model(path: Path, attention: str | None = None, dtype: torch.dtype = to
     if attention is not None:
         options["attn_implementation"] = attention
     if path.suffix == ".gguf":
-        _check_gguf(path)
+        check_gguf(path)
         options["gguf_file"] = path.name
         folder = path.parent
     else:
@@ -71,9 +71,15 @@ def _check_folder(folder: Path) -> None:
     Checkpoint.open(folder)
 
 
-def _check_gguf(file: Path) -> None:
+def check_gguf(file: Path) -> None:
+    """Refuse a file that is damaged, cut short or of an unknown architecture.
+
+    Raises:
+        ConfigError: naming the file, and the tensor if there is one.
+    """
     if not file.is_file():
         raise ConfigError(f"model file {file} is missing")
+    Gguf(file)  # names a tensor that is cut off
     import gguf
 
     try:

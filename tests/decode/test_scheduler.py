@@ -93,6 +93,31 @@ def test_a_long_prompt_is_overtaken_only_until_as_much_was_computed() -> None:
     assert overtakers <= 2 * 40 // 8 + 1
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    num_blocks=st.integers(12, 40),
+    seats=st.integers(2, 6),
+    extra=st.integers(0, 10),
+    length=st.integers(2, 30),
+    arrivals=st.lists(st.lists(st.integers(1, 20), max_size=3), min_size=1, max_size=6),
+)
+def test_however_many_come_after_it_a_stream_is_admitted_prefilled_and_decoded_to_its_end(
+    num_blocks: int, seats: int, extra: int, length: int, arrivals: list[list[int]]
+) -> None:
+    bench = Bench(num_blocks, running_max=seats, token_budget=seats + extra)
+    bench.scheduler.add(it := stream_of("it", length, max_tokens=12, start=900))
+    steps = 0
+    while it.phase is not Phase.ENDED:
+        for number, each in enumerate(arrivals[steps % len(arrivals)]):  # for ever
+            bench.scheduler.add(stream_of(f"{steps}.{number}", each, max_tokens=10, start=steps * 20 + number * 7))
+        bench.scheduler.admit()
+        plan = bench.step()
+        steps += 1
+
+        assert it not in plan.preempted  # it is the oldest
+        assert steps <= 4 * length + 20
+
+
 def test_beside_decodes_a_chunk_is_as_long_as_the_target_allows() -> None:
     bench = Bench(num_blocks=500, token_budget=400, itl_target_s=0.1)
     bench.scheduler.add(decoding := stream_of("decodes", 4, max_tokens=100))

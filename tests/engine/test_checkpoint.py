@@ -115,12 +115,26 @@ def test_a_damaged_packed_file_is_made_again(tiny_model: Callable[[str], Path]) 
     opened.close()
 
 
-@pytest.mark.parametrize("cut", [2, 40, 700, -40])
-def test_a_truncated_gguf_is_refused(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (2, "is not a GGUF"),
+        (40, "is not a readable GGUF"),
+        (-700, r"tensor plain begins beyond .*cut short"),
+        (-545, r"tensor plain ends beyond .*cut short"),
+        (-544, r"tensor w ends beyond .*cut short"),
+        (-1, r"tensor w ends beyond .*cut short"),
+    ],
+)
+def test_a_truncated_gguf_is_refused_with_the_tensor_s_name(tmp_path: Path, cut: int, words: str) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(write_gguf("llama", {"w": (8, np.zeros((16, 34), np.uint8))})[:cut])
+    tensors = {"plain": (0, np.zeros((1, 128), np.uint8)), "w": (8, np.zeros((16, 34), np.uint8))}
+    whole = write_gguf("llama", tensors)
+    file.write_bytes(whole)
+    assert Gguf(file).find("w", (16, 32)) is not None
+    file.write_bytes(whole[:cut])
 
-    with pytest.raises(ConfigError, match=r"model\.gguf"):
+    with pytest.raises(ModelFileError, match=rf"model\.gguf.*{words}"):
         Gguf(file)
 
 

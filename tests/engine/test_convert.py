@@ -148,6 +148,19 @@ def test_a_damaged_source_leaves_nothing_and_says_so_in_one_line(
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_a_truncated_source_is_refused_with_the_tensor_s_name(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(source.read_bytes()[:-100])
+
+    assert main([str(cut), str(tmp_path / "models" / "cut")]) == 1
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cut.gguf: tensor output.weight ends beyond the end of the file: it is cut short" in line
+    assert list((tmp_path / "models").iterdir()) == []
+
+
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.gguf is missing"):
         convert(tmp_path / "gone.gguf", tmp_path / "model", lambda *_: None)

@@ -66,6 +66,46 @@ def test_blocks_of_a_running_step_are_released_after_it() -> None:
     asyncio.run(main())
 
 
+def test_a_step_runs_while_the_results_of_the_one_before_are_handled() -> None:
+    """Each waits for the other: neither would end if one had to be over before the other begins."""
+
+    async def main() -> None:
+        loop, entered, handled = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        num_steps = 0
+
+        def on_step(batch: Seq[ScheduledChunk]) -> None:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 2:
+                loop.call_soon_threadsafe(entered.set)
+                assert handled.wait(LIMIT_S)
+
+        async def handle() -> None:
+            await asyncio.wait_for(entered.wait(), LIMIT_S)
+            handled.set()
+
+        class Handling(OneSequence):
+            def apply(self, batch: Seq[ScheduledChunk], outputs: Seq[TokenOutput | None]) -> None:
+                self.is_running = num_steps == 1
+                if self.is_running:
+                    runner.spawn(handle(), "handles the first step's results")
+                    self.engine.complete(batch[0], outputs[0])
+                else:
+                    self.applied.set()
+
+        engine = FakeEngine(num_blocks=16, on_step=on_step)
+        owner = Handling(engine)
+        runner = StepRunner(engine, owner, "w")
+        runner.start()
+        await asyncio.wait_for(owner.applied.wait(), LIMIT_S)
+        await runner.stop()
+
+        assert (num_steps, handled.is_set()) == (2, True)
+        assert owner.error is None
+
+    asyncio.run(main())
+
+
 def test_what_a_block_costs_is_learned_from_steps_that_computed_one() -> None:
     async def main() -> None:
         engine = FakeEngine(num_blocks=16)

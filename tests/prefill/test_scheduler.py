@@ -86,6 +86,33 @@ def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
     assert finished_after == 10
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    budget=st.integers(1, 20),
+    length=st.integers(1, 60),
+    before=st.lists(st.integers(1, 30), max_size=4),
+    arrivals=st.lists(st.lists(st.integers(1, 30), max_size=3), min_size=1, max_size=8),
+)
+def test_what_comes_after_as_much_as_a_prompt_has_left_was_computed_never_goes_before_it(
+    budget: int, length: int, before: list[int], arrivals: list[list[int]]
+) -> None:
+    bench = Bench(budget)
+    for number, each in enumerate(before):
+        bench.scheduler.add(prompt_of(f"before {number}", each, start=number * 31))
+    bench.scheduler.add(prompt_of("it", length, start=500))
+    computed, left, num_steps = 0, length, 0
+    while left:
+        is_late = computed >= length
+        for each in arrivals[num_steps % len(arrivals)]:  # for ever
+            bench.scheduler.add(prompt_of(f"{'late' if is_late else 'early'} {computed}", each, start=computed))
+        num_steps += 1
+        chunks = bench.step()
+        computed += sum(num_tokens for _, num_tokens in chunks)
+        left -= sum(num_tokens for name, num_tokens in chunks if name == "it")
+
+        assert left == 0 or not any(name.startswith("late") for name, _ in chunks)
+
+
 def test_a_prompt_admitted_late_reuses_what_the_one_before_it_computed() -> None:
     bench = Bench(token_budget=20)
     bench.scheduler.add(prompt_of("first", 20))

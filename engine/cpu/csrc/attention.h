@@ -218,7 +218,8 @@ void decode_part(const AttentionShape& shape, const LayerView<T>& view, const in
     for (i64 head = 0; head < shape.kv_heads; head++)
         by_four(group, [&]<int H>(i64 h) __attribute__((always_inline)) {
             const i64 first = head * group + h;
-            weigh_head<T, H>(scores + first * kPart, view.values + head * view.head_stride, at, n, next, following, dim,
+            const int fetched = h == 0 ? following : 0;  // once for all heads of the group
+            weigh_head<T, H>(scores + first * kPart, view.values + head * view.head_stride, at, n, next, fetched, dim,
                              out + first * (dim + 2) + 2);
         });
 }

@@ -1,6 +1,6 @@
 // The threads of one worker. A whole step is one parallel region: every thread walks through the same phases, takes
-// chunks of each phase's work from a shared counter, and meets the others at a barrier. Waiting spins for a few
-// microseconds, which is faster than sleeping while cores are quiet, then sleeps in the kernel, so that a busy
+// chunks of each phase's work from a shared counter, and meets the others at a barrier. Waiting spins for some
+// tens of microseconds, which is faster than sleeping while cores are quiet, then sleeps in the kernel, so that a busy
 // neighbour costs one time slice instead of two.
 #pragma once
 #include <immintrin.h>
