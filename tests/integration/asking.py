@@ -37,11 +37,15 @@ def request(token_ids: Sequence[int], sampling: common_pb2.SamplingParams) -> in
 
 
 class Asker:
-    """One channel to a gateway; use it in an `async with` block."""
+    """One channel to a gateway, encrypted if an authority's certificate is given; use it in an `async with` block."""
 
-    def __init__(self, address: str, key: str | None = None) -> None:
+    def __init__(self, address: str, key: str | None = None, ca: bytes | None = None) -> None:
         self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = (
+            grpc.aio.insecure_channel(address)
+            if ca is None
+            else grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca))
+        )
         self.inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self.admin: Any = admin_pb2_grpc.AdminStub(self._channel)
 
