@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
-.PHONY: bench-simulator bench-conversations bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway
+.PHONY: bench-simulator bench-scale bench-conversations bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway
 .PHONY: try-clients clean
 .DEFAULT_GOAL := install
 
@@ -61,6 +61,9 @@ bench-router: install
 
 bench-conversations: install
 	$(BIN)/python -m loadtest.bench.conversations $(BENCH_ARGS)
+
+bench-scale: install
+	$(BIN)/python -m loadtest.bench.scale $(BENCH_ARGS)
 
 bench-simulator: install
 	$(BIN)/python -m loadtest.bench.simulator $(BENCH_ARGS)
