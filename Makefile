@@ -94,7 +94,7 @@ bench-gateway: install
 	$(BIN)/python -m loadtest.bench.gateway --peers $(PEERS)/routers $(BENCH_ARGS)
 
 try-clients: install
-	$(BIN)/python -m tools.try_clients --venv $(PEERS)/clients
+	$(BIN)/python -m tools.try_clients --peers $(PEERS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,11 +1,13 @@
 """`make try-clients`: clients that other people wrote, unchanged, against a cluster with the demo model.
 
-litellm and guidellm are installed into a venv of their own: they need hundreds of packages, and a torch beside ours.
+They are installed into venvs of their own, litellm and guidellm into one, aiperf into another: they need hundreds of
+packages, and a torch beside ours.
 """
 
 import argparse
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from cluster.model_store import resolve
 from cluster.testing import RunningCluster
 from common.config import ModelConfig
 
-PACKAGES = ("litellm==1.110.2", "guidellm==0.8.1", "torch==2.13.0", "transformers==5.24.0")
+CLIENTS = ("litellm==1.110.2", "guidellm==0.8.1", "torch==2.13.0", "transformers==5.24.0")
+AIPERF = ("aiperf==0.13.0",)
 LIMIT_S = 240
 LITELLM = """
 import sys
@@ -44,18 +47,28 @@ except litellm.BadRequestError as error:
 def main() -> None:
     """Install what is missing, start a cluster and run every client."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--venv", type=Path, default=Path("~/.cache/baton/peers/clients"))
-    folder = parser.parse_args().venv.expanduser()
-    if not (folder / "bin" / "guidellm").exists():
-        venv.create(folder, with_pip=True)
-        run(folder, "pip", "install", "--disable-pip-version-check", "-q", *PACKAGES)
+    parser.add_argument("--peers", type=Path, default=Path("~/.cache/baton/peers"), help="where the venvs are")
+    peers = parser.parse_args().peers.expanduser()
+    clients = installed(peers / "clients", "guidellm", CLIENTS)
+    aiperf = installed(peers / "aiperf", "aiperf", AIPERF)
     with RunningCluster() as cluster, cluster.client() as client:
         url, model = f"http://{cluster.addresses['http']}", client.model_id()
         tokenizer = resolve(ModelConfig()).path
         say("litellm")
-        run(folder, "python", "-c", LITELLM, f"{url}/v1", model)
+        run(clients, "python", "-c", LITELLM, f"{url}/v1", model)
         say("guidellm")
-        run(folder, "guidellm", *guidellm_arguments(url, model, tokenizer))
+        run(clients, "guidellm", *guidellm_arguments(url, model, tokenizer))
+        say("aiperf")
+        with tempfile.TemporaryDirectory(prefix="baton-aiperf-") as artifacts:
+            run(aiperf, "aiperf", *aiperf_arguments(url, model, tokenizer, artifacts))
+
+
+def installed(folder: Path, program: str, packages: tuple[str, ...]) -> Path:
+    """Return a venv that has a program, made if it is not there."""
+    if not (folder / "bin" / program).exists():
+        venv.create(folder, with_pip=True)
+        run(folder, "pip", "install", "--disable-pip-version-check", "-q", *packages)
+    return folder
 
 
 def guidellm_arguments(url: str, model: str, tokenizer: Path) -> list[str]:
@@ -69,6 +82,18 @@ def guidellm_arguments(url: str, model: str, tokenizer: Path) -> list[str]:
         *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
         *("--tokenizer", f"kind=hf_auto,model={tokenizer}"),
         *("--output", "kind=console"),
+    ]
+
+
+def aiperf_arguments(url: str, model: str, tokenizer: Path, artifacts: str) -> list[str]:
+    """Return two streams of chats with 64 tokens in and 16 out."""
+    return [
+        "profile",
+        *("--url", url, "--model", model, "--tokenizer", str(tokenizer)),
+        *("--endpoint-type", "chat", "--streaming", "--ui", "simple"),
+        *("--request-count", "6", "--concurrency", "2"),
+        *("--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "16"),
+        *("--artifact-dir", artifacts),
     ]
 
 
