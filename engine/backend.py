@@ -1,4 +1,8 @@
-"""What a forward pass must offer, and which one a worker takes. Each backend is one class in one file of its own."""
+"""What a forward pass must offer, and which one a worker takes.
+
+Each backend is one class in one file of its own, an entry in `BACKENDS`, and a parameter of the contract test,
+tests/engine/test_engine.py.
+"""
 
 import importlib
 import logging

@@ -1,4 +1,4 @@
-"""The reference backend: Hugging Face modules in fp32, with their attention replaced by the paged one."""
+"""The reference backend: Hugging Face modules on the CPU, with their attention replaced by the paged one."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,8 @@ from engine.step import LayerWatch
 from engine.weights import load_model
 
 ATTENTION_NAME = "baton_paged"
-KV_DTYPES = ("float32", "float16", "bfloat16")
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Weights that Hugging Face modules compute with here and in backend `cuda`."""
 
 
 def _attention(
@@ -51,8 +52,9 @@ def _attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
-def facts_of(model: Any, kv_dtypes: tuple[str, ...], weights: str, device: str = "cpu") -> BackendFacts:
-    """Return what is true of a Hugging Face model that a backend runs."""
+def facts_of(model: Any, weights: str, device: str = "cpu") -> BackendFacts:
+    """Return what is true of a Hugging Face model that a backend runs; its KV is preferred to be as its weights are."""
+    dtypes = dict.fromkeys(str(each).removeprefix("torch.") for each in (FORMATS[weights], *FORMATS.values()))
     config = model.config
     heads = config.num_attention_heads
     eos = model.generation_config.eos_token_id
@@ -65,7 +67,7 @@ def facts_of(model: Any, kv_dtypes: tuple[str, ...], weights: str, device: str =
         vocab_tokens=config.vocab_size,
         context_tokens=config.max_position_embeddings,
         eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
-        kv_dtypes=kv_dtypes,
+        kv_dtypes=tuple(dtypes),
         weights=weights,
         device=device,
     )
@@ -74,16 +76,17 @@ def facts_of(model: Any, kv_dtypes: tuple[str, ...], weights: str, device: str =
 class ReferenceBackend:
     """Implements engine.backend.Backend for every supported family. Slow to decode, right by construction."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, weights: str) -> None:
         self._model: Any = model
         self._pool: PagedPool | None = None
-        self.facts = facts_of(model, KV_DTYPES, "fp32")
+        self.facts = facts_of(model, weights)
 
     @classmethod
     def load(cls, model_dir: Path, config: EngineConfig) -> Self:
-        """Load fp32 weights; see engine.backend.Backend."""
-        require_format("fp32" if config.weights == "auto" else config.weights, ("fp32",))
-        return cls(load_model(model_dir, ATTENTION_NAME))
+        """Load weights; see engine.backend.Backend. `auto` is fp32: CPUs without bf16 units only emulate it."""
+        name = "fp32" if config.weights == "auto" else config.weights
+        require_format(name, FORMATS)
+        return cls(load_model(model_dir, ATTENTION_NAME, FORMATS[name]), name)
 
     def attach(self, kv: KVMemory) -> None:
         """Remember the pool."""

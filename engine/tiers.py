@@ -1,4 +1,8 @@
-"""Below the pool: what it evicts goes to a bounded part of the host's memory, from there to disk, and can come back."""
+"""Below the pool: what it evicts goes to a bounded part of the host's memory, from there to disk, and can come back.
+
+Evicted blocks are copied on the worker's loop, since their memory is given away at once: a copy each from a pool in
+host memory, a download each from a pool in a GPU's, for which the loop waits.
+"""
 
 import asyncio
 import math

@@ -13,11 +13,9 @@ from engine.backend import BackendFacts, require_format
 from engine.batch import Batch
 from engine.cuda.decode import DecodeSteps, is_decode_step
 from engine.kv_cache import KVMemory
-from engine.reference import ATTENTION_NAME, facts_of
+from engine.reference import ATTENTION_NAME, FORMATS, facts_of
 from engine.step import LayerWatch
 from engine.weights import load_model
-
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class CudaBackend:
@@ -27,9 +25,7 @@ class CudaBackend:
     """
 
     def __init__(self, model: Any, weights: str, device: torch.device) -> None:
-        dtype = FORMATS[weights]
-        kv_dtypes = [str(each).removeprefix("torch.") for each in (dtype, *FORMATS.values())]
-        self.facts: BackendFacts = facts_of(model, tuple(dict.fromkeys(kv_dtypes)), weights, str(device))
+        self.facts: BackendFacts = facts_of(model, weights, str(device))
         self._device = device
         self._model: Any = model
         self._pool: PagedPool | None = None

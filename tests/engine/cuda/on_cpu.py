@@ -37,4 +37,4 @@ def engine_on_cpu(folder: Path, model_id: str, config: EngineConfig, is_in_devic
         kv = KVCache(layout, config.pool_blocks)
     backend.attach(kv)
     limits = Limits(facts.context_tokens, facts.vocab_tokens, facts.eos_token_ids)
-    return Engine(ModelRunner("cuda", backend, kv, 1), kv, limits)
+    return Engine(ModelRunner("cuda", backend, kv, config.threads), kv, limits)
