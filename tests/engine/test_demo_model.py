@@ -12,12 +12,14 @@ from tokenizers import Tokenizer
 
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from engine.convert import convert
+from engine.cpu.build import supported_isas
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import ScheduledChunk
 
 pytestmark = pytest.mark.slow
+NEEDS_AVX2 = pytest.mark.skipif(not supported_isas(), reason="needs AVX2")
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 NUM_NEW = 10
 
@@ -55,7 +57,9 @@ def _run(engine: Engine, prompts: list[list[int]], max_tokens: int, chunk_tokens
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
 
-def test_the_demo_model_answers_as_the_reference_does(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """Return the model, prompts, and what Hugging Face's generate continues them with."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     random = Random(5)
     # Two threads on two busy cores wait for each other more than they compute.
@@ -70,8 +74,25 @@ def test_the_demo_model_answers_as_the_reference_does(folder: Path) -> None:
             torch.tensor([prompt]), attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=2
         )
         expected.append(out[0, len(prompt) :].tolist())
-    del model
-    engine = Engine.load(folder, EngineConfig(backend="reference", threads=1, pool_mib=128), DEMO_MODEL)
+    assert tokenizer.decode(expected[0]) == "The capital of France is Paris."
+    return folder, prompts, expected
+
+
+BACKENDS = [
+    pytest.param({"backend": "reference"}, id="reference"),
+    pytest.param({"backend": "cpu", "weights": "fp32"}, marks=NEEDS_AVX2, id="cpu, fp32"),
+    pytest.param({}, marks=NEEDS_AVX2, id="whatever is the default, which is cpu, 4 bits"),
+]
+
+
+@pytest.mark.parametrize("settings", BACKENDS)
+def test_the_demo_model_answers_as_hugging_face_does(
+    answers: tuple[Path, list[list[int]], list[list[int]]], settings: dict[str, Any]
+) -> None:
+    if torch.cuda.is_available() and not settings:
+        pytest.skip("the default is another here")
+    folder, prompts, expected = answers
+    engine = Engine.load(folder, EngineConfig.model_validate({"threads": 1, "pool_mib": 128, **settings}), DEMO_MODEL)
 
     together = _run(engine, prompts, NUM_NEW)
     alone = [_run(engine, [prompt], NUM_NEW)[0] for prompt in prompts]
@@ -79,4 +100,4 @@ def test_the_demo_model_answers_as_the_reference_does(folder: Path) -> None:
     engine.close()
     assert together == expected
     assert alone == expected
-    assert tokenizer.decode(expected[0]) == "The capital of France is Paris."
+    assert engine.backend == settings.get("backend", "cpu")
