@@ -1,13 +1,14 @@
 """Every limit of the gateway is said in words when it is met, on both faces, and nothing is left of what met it."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from baton_pb.v1 import inference_pb2
+from baton_pb.v1 import common_pb2, inference_pb2
 from common.config_doors import RequestLimitsConfig
 from common.errors import DeadlineError, InvalidRequestError, OverloadedError
 from common.status import typed_rpc_errors
@@ -15,6 +16,9 @@ from tests.cluster.fake_cluster import LIMIT_S, fake_cluster, request, run, unti
 from tests.cluster.gateway.http.wire import post, wire
 
 STREAM = {"prompt": "hello", "stream": True, "max_tokens": 64}
+HELLO = inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="user", content="hello")])
+LONG = json.dumps({"type": "object", "description": "x" * 200})
+DEEP = json.dumps({"type": "array", "items": {"type": "array", "items": {"type": "object", "properties": {"a": {}}}}})
 
 
 def test_a_request_without_a_token_for_too_long_ends_and_is_cancelled_at_its_worker(model_dir: Path) -> None:
@@ -101,6 +105,55 @@ def test_a_request_that_holds_too_much_is_refused_with_field_limit_and_number(
             path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
             answer = await post(cluster, path, body)
             assert (answer.status, answer.error["param"]) == (400, field)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "body", "words"),
+    [
+        pytest.param(
+            {"request": {"schema_bytes_max": 100}},
+            request("hello", grammar=common_pb2.Grammar(json_schema=LONG)),
+            {"guided_json": json.loads(LONG)},
+            "at most 100 bytes",
+            id="size",
+        ),
+        pytest.param(
+            {"request": {"schema_depth_max": 3}},
+            request("hello", grammar=common_pb2.Grammar(json_schema=DEEP)),
+            {"guided_json": json.loads(DEEP)},
+            "at most 3 levels, got 5",
+            id="depth",
+        ),
+        pytest.param(
+            {"request": {"tools_max": 1}},
+            inference_pb2.GenerateRequest(chat=HELLO, tools=[inference_pb2.Tool(name=name) for name in "ab"]),
+            {"tools": [{"type": "function", "function": {"name": name}} for name in "ab"]},
+            "at most 1 entries, got 2",
+            id="tools",
+        ),
+        pytest.param(
+            {"prompt_tokens_max": 6},
+            inference_pb2.GenerateRequest(chat=HELLO),
+            {},
+            "at most 6 are possible",
+            id="prompt",
+        ),
+    ],
+)
+def test_schemas_tools_and_prompts_have_limits_that_no_worker_hears_of(
+    model_dir: Path, limits: dict[str, Any], asked: inference_pb2.GenerateRequest, body: dict[str, Any], words: str
+) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, **limits) as cluster:
+            with pytest.raises(InvalidRequestError, match=words):
+                await cluster.ask(asked)
+            chat = {"messages": [{"role": "user", "content": "hello"}]}
+            answer = await post(cluster, "/v1/chat/completions", {**chat, **body})
+            assert (answer.status, answer.error["param"]) == (400, next(iter(body), "prompt"))
+            assert words in answer.error["message"]
+            assert cluster.worker("d0").started == []
 
     run(scenario())
 

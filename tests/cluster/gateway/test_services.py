@@ -174,6 +174,22 @@ def test_a_message_beyond_the_limit_is_refused_with_the_limit_and_one_below_pass
     run(scenario())
 
 
+def test_a_message_of_64_megabytes_passes_where_that_is_configured(model_dir: Path) -> None:
+    text = "x" * (64 << 20)
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, message_bytes_max=65 << 20) as cluster:
+            with pytest.raises(
+                InvalidRequestError, match=f"{len(text)} characters"
+            ):  # it was read: the window is small
+                await cluster.ask(request(text))
+        async with fake_cluster(model_dir) as cluster:
+            with pytest.raises(OverloadedError, match=str(64 << 20)):
+                await cluster.ask(request(text))
+
+    run(scenario())
+
+
 def test_a_client_may_ping_a_quiet_stream(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir) as cluster:

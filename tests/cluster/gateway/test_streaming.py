@@ -1,5 +1,7 @@
 """Tokens reach a client one by one as the worker makes them, over connections that are kept."""
 
+import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,36 @@ def test_requests_share_the_gateways_session_with_a_worker_and_a_clients_connect
             assert len(cluster.worker("d0").started) == 10
 
     run(scenario())
+
+
+def test_the_time_to_the_first_token_is_the_clients_and_its_parts_add_up(model_dir: Path) -> None:
+    body: dict[str, Any] = {"prompt": [70, 71, 72], "max_tokens": 2, "stream": True, "timing": True}
+
+    async def attempt() -> float:
+        """Return the share of the client's time that is not told; a machine that is busy elsewhere adds to it."""
+        async with fake_cluster(model_dir) as cluster, wire(cluster) as connection:
+            prefill = cluster.worker("p0")
+            prefill.may_step.clear()
+            sent_at = time.monotonic()
+            connection.send("/v1/completions", body)
+            await until(lambda: len(prefill.prefilled) == 1, "not prefilling")
+            await asyncio.sleep(0.5)  # what is measured
+            prefill.may_step.set()
+            await connection.head()
+            await connection.chunk()
+            seen_s = time.monotonic() - sent_at
+            timing = next(told for line in await connection.rest() if (told := line_timing(line)))
+        assert timing["ttft_s"] >= 0.5
+        assert abs(timing["ttft_s"] - timing["queue_s"] - timing["prefill_s"]) < 0.01 * timing["ttft_s"]
+        assert timing["ttft_s"] <= seen_s
+        return 1 - float(timing["ttft_s"]) / seen_s
+
+    async def scenario() -> None:
+        assert min([await attempt() for _ in range(3)]) < 0.05
+
+    run(scenario())
+
+
+def line_timing(line: str) -> dict[str, Any] | None:
+    """Return what an event tells of the time."""
+    return None if line.endswith("[DONE]") else event(line).get("timing")
