@@ -142,6 +142,31 @@ def test_closing_one_link_leaves_what_is_under_way_on_others_alone() -> None:
     run(test)
 
 
+def test_a_hundred_links_of_one_pair_one_after_another_all_carry_and_leave_no_descriptor() -> None:
+    async def test(linked: Linked) -> None:
+        size = linked.source.layout.block_bytes
+        descriptors = []
+        for cycle in range(1, 101):
+            inbound, outbound = await linked.link()
+            linked.source.fill(1, cycle)
+            runs = Runs.of([Run(size, 0, size)])
+            receiving = inbound.receive(runs, cycle, True, Stop())
+            await outbound.send(runs, cycle)
+            assert await receiving is not None
+            assert linked.target.block(0) == linked.source.block(1)
+
+            linked.is_lost.clear()
+            if cycle % 2:
+                inbound.close()
+            else:
+                outbound.close()
+                await linked.is_lost.wait()
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+        assert max(descriptors[10:]) < max(descriptors[:10]) + 10  # one left by each would make 90
+
+    run(test)
+
+
 def test_an_endpoint_without_a_known_token_is_turned_away() -> None:
     async def test(linked: Linked) -> None:
         offer = linked.station.expect(linked.inbound)
