@@ -38,10 +38,6 @@ async def transfer(pair: Any, targets: list[int], sources: list[int]) -> str:
     return str(report.transport)
 
 
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @asynccontextmanager
 async def auto_pair(**settings: Any) -> AsyncIterator[Any]:
     class Pair:
@@ -99,6 +95,7 @@ sys.modules["ucxx"] = None  # what an import of a package that is not there come
 from common.config import TransferConfig
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import FakeBlockStore
+from tests.kvtransfer.descriptors import num_descriptors
 
 async def main():
     stores = FakeBlockStore(), FakeBlockStore()

@@ -1,13 +1,9 @@
 """A socket that a library opened on all addresses can be kept from other hosts, and still be reached from this one."""
 
 import socket
-from pathlib import Path
 
 from kvtransfer.transports import sockets
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+from tests.kvtransfer.descriptors import num_descriptors
 
 
 def test_a_listener_on_all_addresses_hears_the_loopback_device_only() -> None:

@@ -17,6 +17,7 @@ from kvtransfer.pieces import Run, Runs
 from kvtransfer.transports.pairing import TOKEN_BYTES
 from kvtransfer.transports.ucx import UcxDoor, UcxStation
 from kvtransfer.transports.ucx_link import UcxInbound, UcxOutbound
+from tests.kvtransfer.descriptors import num_descriptors
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -161,7 +162,7 @@ def test_a_hundred_links_of_one_pair_one_after_another_all_carry_and_leave_no_de
             else:
                 outbound.close()
                 await linked.is_lost.wait()
-            descriptors.append(len(os.listdir("/proc/self/fd")))
+            descriptors.append(num_descriptors())
         assert max(descriptors[10:]) < max(descriptors[:10]) + 10  # one left by each would make 90
 
     run(test)
