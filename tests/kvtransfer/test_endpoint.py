@@ -21,6 +21,7 @@ from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.ticket import make_ticket
 from kvtransfer.transports import shm
+from tests.kvtransfer.descriptors import num_descriptors
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,6 @@ sys.modules["ucxx"] = None  # what an import of a package that is not there come
 from common.config import TransferConfig
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import FakeBlockStore
-from tests.kvtransfer.descriptors import num_descriptors
 
 async def main():
     stores = FakeBlockStore(), FakeBlockStore()
