@@ -1,8 +1,9 @@
 """How much memory a new process may take: what the machine has left, within the limits of its control groups."""
 
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from common.control_groups import group_files
 from common.errors import ConfigError
 
 _UNLIMITED = 1 << 60
@@ -29,25 +30,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 def _group_rooms(root: Path) -> Iterator[int]:
     """Yield what each control group around this process still allows; what cannot be read does not limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _rooms(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            yield from _rooms(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
-
-
-def _rooms(mount: Path, path: str, limit_name: str, used_name: str) -> Iterator[int]:
-    group = PurePosixPath(path)
-    for each in (group, *group.parents):
-        folder = mount / each.relative_to("/")
-        try:
-            limit, used = (int((folder / name).read_text()) for name in (limit_name, used_name))
-        except (OSError, ValueError):  # no such group seen from in here, or "max"
-            continue
-        if limit < _UNLIMITED:
-            yield limit - used
+    new, old = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for limit, used in group_files("memory", new, old, root):
+        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:  # else "max"
+            yield int(limit) - int(used)

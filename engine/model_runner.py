@@ -1,11 +1,11 @@
 """One forward pass over scheduled chunks, and the sampling after it."""
 
-import os
 import threading
 from collections.abc import Sequence as Seq
 
 import torch
 
+from common.control_groups import usable_cores
 from engine.backend import Backend
 from engine.batch import make_batch
 from engine.kv_cache import KVMemory
@@ -29,7 +29,7 @@ class ModelRunner:
         self._model = backend
         self._block_tokens = kv.layout.block_tokens
         self._sampler = Sampler(backend.facts.eos_token_ids)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         self._torch_threads = 1 if backend.facts.has_own_threads else min(threads or cores, cores)
         self._compute_thread: int | None = None
 

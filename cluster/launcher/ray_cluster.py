@@ -3,7 +3,6 @@
 import asyncio
 import fcntl
 import logging
-import os
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from cluster.launcher import processes
 from cluster.launcher.reaper import Reaper
 from cluster.launcher.threads import Host
 from common.config import RayConfig
+from common.control_groups import usable_cores
 from common.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class RayCluster:
     async def hosts(self) -> list[Host]:
         """Return the machines that actors may be placed on now."""
         if self.is_local:
-            return [Host(len(os.sched_getaffinity(0)))]
+            return [Host(usable_cores())]
         return await asyncio.get_running_loop().run_in_executor(self._thread, _joined_hosts)
 
     async def stop(self) -> None:

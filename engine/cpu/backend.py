@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from common.config import EngineConfig
+from common.control_groups import usable_cores
 from common.errors import ConfigError
 from common.logs import log
 from engine.backend import BackendFacts, require_format
 from engine.batch import Batch
 from engine.cpu.architecture import Architecture, read_architecture
-from engine.cpu.build import Isa, supported_isas, usable_cores
+from engine.cpu.build import Isa, supported_isas
 from engine.cpu.native import (
     Format,
     KvFormat,

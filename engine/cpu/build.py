@@ -4,7 +4,6 @@ A library is loaded only where the CPU has its instruction set, so the same chec
 """
 
 import functools
-import os
 import platform
 from pathlib import Path
 from typing import Literal
@@ -60,8 +59,3 @@ def _cpu_flags() -> frozenset[str]:
     except OSError:
         pass
     return frozenset()
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0))

@@ -3,7 +3,6 @@
 A new backend is one more parameter of `load`.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 from common.config import EngineConfig
+from common.control_groups import usable_cores
 from common.errors import ConfigError, InvalidRequestError
 from common.tiny_text import VOCAB_TOKENS
 from engine.cpu.build import supported_isas
@@ -251,7 +251,7 @@ def test_torch_starts_no_threads_beside_those_of_the_kernels(load: Callable[...,
         return torch.get_num_threads()
 
     with ThreadPoolExecutor(1) as compute_thread:
-        expected = 1 if engine.backend == "cpu" else min(2, len(os.sched_getaffinity(0)))
+        expected = 1 if engine.backend == "cpu" else min(2, usable_cores())
         assert compute_thread.submit(compute).result() == expected
 
 
