@@ -53,6 +53,7 @@ def facts_from_pb(handshake: worker_pb2.HandshakeReply) -> WorkerFacts:
         num_blocks=handshake.num_blocks,
         context_tokens=handshake.context_tokens,
         running_max=handshake.limits.running_max,
+        token_budget=handshake.limits.token_budget,
     )
 
 

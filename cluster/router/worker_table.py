@@ -60,6 +60,8 @@ class WorkerFacts:
     context_tokens: int
     running_max: int = 0
     """Most sequences in a step; 0: unknown, or it does not decode."""
+    token_budget: int = 0
+    """Most prompt tokens in a step; 0: unknown."""
 
     @property
     def pool_tokens(self) -> int:
@@ -137,6 +139,7 @@ class Worker:
         self._learner = StepLearner(elders=self.elders)
         self.candidate.model = self._learner.model
         self.candidate.pool_tokens = facts.pool_tokens
+        self.candidate.backlog.token_budget = facts.token_budget
         self._refresh()
 
     def begin_decode(self, prompt_tokens: int, output_tokens: int) -> None:

@@ -150,8 +150,10 @@ class SimulatedCluster:
             hash_probe=b"",
             num_blocks=profile.pool_blocks,
             context_tokens=profile.context_tokens,
+            token_budget=profile.prefill_token_budget,
         )
-        decodes = replace(facts, running_max=profile.running_max) if shape.admission else facts
+        running_max = profile.running_max if shape.admission else 0
+        decodes = replace(facts, running_max=running_max, token_budget=profile.decode_token_budget)
         self.router.set_workers(infos)
         for info in infos:
             name = info.worker_id

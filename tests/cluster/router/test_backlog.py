@@ -1,8 +1,10 @@
 """What a prompt waits for is what its worker would do first."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.router.backlog import Backlog, Prompt
+from cluster.router.backlog import Backlog, Prompt, Steps
 
 
 def wait(backlog: Backlog, num_tokens: int, now: float) -> tuple[float, int]:
@@ -87,3 +89,60 @@ def test_what_was_added_and_removed_leaves_exactly_nothing() -> None:
         backlog.remove(key)
 
     assert (len(backlog), backlog.total_s) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_tokens", "riders"),
+    [
+        pytest.param(Steps(0, 300, 300, 9000), 100, 0, id="a budget that is unknown adds nothing"),
+        pytest.param(Steps(512, 512, 512, 9000), 500, 12, id="the last step is filled up"),
+        pytest.param(Steps(512, 512, 512, 5), 500, 5, id="with no more than there is"),
+        pytest.param(Steps(512, 5000, 512, 9000), 1024, 0, id="whole steps have no room for others"),
+        pytest.param(Steps(512, 5000, 812, 9000), 100, 112, id="those ahead share its last step"),
+        pytest.param(Steps(512, 300, 300, 400), 100, 400, id="a running step that is not full is not joined"),
+        pytest.param(Steps(512, 500, 100, 400), 100, 400, id="those behind that are in the running step end it"),
+        pytest.param(Steps(512, 500, 0, 900), 12, 900, id="and others behind ride in the next"),
+    ],
+)
+def test_a_prompt_waits_for_those_that_share_its_steps(steps: Steps, num_tokens: int, riders: int) -> None:
+    assert steps.riders(num_tokens) == riders
+
+
+@given(prompts=st.lists(st.integers(1, 40), min_size=1, max_size=12), budget=st.integers(1, 30), data=st.data())
+def test_the_riders_are_those_that_steps_in_order_take_along(
+    prompts: list[int], budget: int, data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(prompts) - 1), label="the prompt")
+    ahead, behind = sum(prompts[:at]), sum(prompts[at + 1 :])
+    end = ahead + prompts[at]
+    computed = min(-(-end // budget) * budget, sum(prompts))  # whole steps, until the prompt is done
+
+    # All of them were there when the first step began: then it is as if no step were running.
+    assert Steps(budget, 0, ahead, behind).riders(prompts[at]) == computed - end
+
+
+def test_the_rest_of_the_step_that_ends_a_prompt_is_part_of_its_wait() -> None:
+    def seconds(token_budget: int) -> float:
+        backlog = Backlog()
+        backlog.token_budget = token_budget
+        for key, num_tokens in enumerate((1000, 7000)):
+            backlog.add(key, prompt(num_tokens), 0.0)
+        return backlog.wait(1500, 0.0).seconds
+
+    assert seconds(0) == pytest.approx(1.0)
+    assert seconds(500) == pytest.approx(1.0)
+    assert seconds(1000) == pytest.approx(1.5)
+    assert seconds(2000) == pytest.approx(2.5)
+
+
+def test_of_the_running_step_the_time_that_has_passed_is_waited_no_more() -> None:
+    backlog = Backlog()
+    backlog.token_budget = 1000
+    for key, num_tokens in enumerate((200, 300, 5000)):
+        backlog.add(key, prompt(num_tokens), 0.0)
+
+    assert backlog.wait(1000, 0.4).seconds == pytest.approx(0.6), (
+        "the long one fills the step that both short ones began"
+    )
+    assert backlog.wait(1000, 0.9).seconds == pytest.approx(0.1)
+    assert backlog.wait(1000, 9.0).seconds == 0.0

@@ -217,3 +217,21 @@ def test_reservations_leave_nothing_behind() -> None:
         reservation.release()
 
     router.check()
+
+
+def test_a_worker_that_says_its_token_budget_is_known_to_finish_whole_steps() -> None:
+    def predicted(token_budget: int) -> float:
+        router = cluster("p0", "d0")
+        router.welcome("p0", WorkerFacts(1, "m", "l", BLOCK, b"", 4096, 1 << 16, token_budget=token_budget))
+        router.report("p0", WorkerLoad(free_blocks=4096))
+        know(router, "p0", MODEL)
+        router.report("d0", WorkerLoad(running_sequences=30, used_blocks=300))
+        for num_tokens in (1600, 8000):
+            router.place(ask(num_tokens, mark=num_tokens))
+        placement = router.place(ask(3200, mark=50_000)).placement
+        assert placement is not None
+        assert placement.prefill is not None
+        return placement.predicted_ttft_s
+
+    assert predicted(1600) == pytest.approx(predicted(0))
+    assert predicted(4000) - predicted(0) == pytest.approx(2.4 + 0.8, rel=0.1), "of the long one, in either step"

@@ -1,0 +1,12 @@
+"""What workers say is what the router knows."""
+
+from baton_pb.v1 import worker_pb2
+from cluster.router.messages import facts_from_pb
+
+
+def test_a_handshake_tells_the_limits_of_a_workers_steps() -> None:
+    limits = worker_pb2.WorkerLimits(running_max=3, waiting_max=5, token_budget=7)
+
+    facts = facts_from_pb(worker_pb2.HandshakeReply(limits=limits))
+
+    assert (facts.running_max, facts.token_budget) == (3, 7)
