@@ -16,6 +16,8 @@ _FIRST_OBSERVATIONS = 3
 _FIRST_BUSY_S, _BUSY_MAX_S = 0.05, 1.0
 """Seconds of work that make an observation: short at first, to learn soon. Long ones are all alike and teach little."""
 _ELDERS_EVERY = 64
+_TOLD_ALL, _TOLD_EVERY = 16, 4
+"""A worker's first observations all go to the elders, later every fourth."""
 _OWN_SHARE = 1.0
 """Observations' worth of a component from which on a worker's own coefficient counts."""
 
@@ -110,13 +112,15 @@ class StepLearner:
         before = self._before
         if before is None or totals.steps < before.steps or totals.seconds < before.seconds:  # it has restarted
             self._before = totals
+            self._mix()
         elif totals.steps > before.steps and totals.seconds - before.seconds >= self._wanted_s:
             self._before = totals
             self._wanted_s = min(_BUSY_MAX_S, 1.5 * self._wanted_s)
             self._learn(before, totals)
-        elif not self._elders_know_more():
+        elif self._elders_know_more():
+            self._mix()
+        else:
             return False
-        self._mix()
         return True
 
     def _elders_know_more(self) -> bool:
@@ -133,9 +137,10 @@ class StepLearner:
             now.sequences - before.sequences,
             now.context_tokens - before.context_tokens,
         )
-        self.observe(amounts, now.seconds - before.seconds)
-        if self._elders is not None:
+        # They hear of all workers: of one that has told its own, less will do.
+        if self._elders is not None and (self._count < _TOLD_ALL or self._count % _TOLD_EVERY == 0):
             self._elders.observe(amounts, now.seconds - before.seconds)
+        self.observe(amounts, now.seconds - before.seconds)
 
     def observe(self, amounts: tuple[float, float, float, float, float], seconds: float) -> None:
         """Learn from one stretch of work.

@@ -1,6 +1,8 @@
 """Plays a load-test plan against a simulated cluster and hands out the same run file."""
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from cluster.service_level import ORDINARY, Priority, ServiceLevel
@@ -20,6 +22,9 @@ from loadtest.workload import Session, take
 
 _GAPS_SESSIONS_MAX = 20_000
 """Beyond so many sessions, single gaps between tokens are not kept: they would fill the memory."""
+
+_GC_THRESHOLDS = (100_000, 20, 100)
+"""Python's own are (700, 10, 10): with them a sixth of a simulation's time goes into looking for garbage."""
 
 
 class Simulation:
@@ -50,7 +55,8 @@ class Simulation:
                     self._next_of_user(sessions, think_s)
             case _:
                 self._next_arrival(timed(sessions, plan.arrival, plan.options.seed))
-        self._timeline.run()
+        with _garbage_seldom_looked_for():
+            self._timeline.run()
         self.cluster.check_idle()
         return self.records
 
@@ -141,6 +147,22 @@ def simulated_goodput(plan: Plan, profile: Profile, shape: ClusterShape, search:
             best = run
     assert best is not None
     return replace(best, points=tuple(search.points))
+
+
+@contextmanager
+def _garbage_seldom_looked_for() -> Iterator[None]:
+    """Look for garbage seldom within the block: a simulation makes few cycles, and its state is large to go through."""
+    thresholds, has_frozen = gc.get_threshold(), gc.get_freeze_count() == 0
+    if has_frozen:
+        gc.freeze()
+    if thresholds[0]:  # somebody who has turned it off keeps it so
+        gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if has_frozen:
+            gc.unfreeze()
 
 
 def _num_sessions(plan: Plan, window: int) -> float:

@@ -1,5 +1,6 @@
 """A simulation is the same each time, leaves nothing behind, and its times follow from the cost model."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -251,6 +252,14 @@ def test_goodput_falls_between_a_rate_that_held_and_one_that_did_not() -> None:
 def test_what_cannot_be_simulated_is_a_config_error(workload: str, shape: ClusterShape, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         simulate(plan(workload), PROFILE, shape)
+
+
+def test_a_simulation_leaves_garbage_collection_as_it_was() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()
+
+    records(plan("synthetic:prompt_tokens=40,output_tokens=3", sessions=3))
+
+    assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == before
 
 
 def test_the_command_simulates_and_shows_the_same_summary() -> None:

@@ -139,3 +139,23 @@ def test_a_restarted_worker_begins_to_count_anew() -> None:
     run(machine, learner, 500)
 
     assert error(learner.model, FAST) < 0.2
+
+
+def test_a_report_without_further_steps_teaches_nothing() -> None:
+    elders = StepLearner()
+    learner, machine = StepLearner(elders=elders), Machine(FAST, Random(1))
+    run(machine, learner, 3000)
+    known, seen, told = learner.model, learner.num_observations, elders.num_observations
+
+    assert not any(learner.report(machine.totals) for _ in range(10))
+
+    assert (learner.model, learner.num_observations, elders.num_observations) == (known, seen, told)
+
+
+def test_all_workers_together_need_not_hear_everything_of_one_that_has_told_its_own() -> None:
+    elders = StepLearner()
+    learner, machine = StepLearner(elders=elders), Machine(FAST, Random(1))
+    run(machine, learner, 6000, noise=0.1)
+
+    assert elders.num_observations < learner.num_observations / 2
+    assert error(elders.model, FAST) < 0.2
