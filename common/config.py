@@ -166,6 +166,8 @@ class RouterConfig(Node):
         "cost",
     ] = "cost"
     """How a worker is chosen."""
+    prefill_fallback: bool = True
+    """Decode workers prefill when no prefill worker can. Off: a request fails then, and may be tried again."""
     prefill_ahead_s: Seconds = 2.0
     """Work that one worker is given ahead of what it prefills; further requests wait at the router, where their order
     is decided."""

@@ -36,6 +36,23 @@ def eligible_decoders(workers: WorkerTable, request: PlacementRequest) -> Group:
     return Group([worker.candidate for worker in ample or roomy])
 
 
+def without_fallback(workers: WorkerTable, decode: Group, prefill: Group) -> Group:
+    """Return the decoders that need not stand in for a prefill worker.
+
+    Raises:
+        WorkerLostError: all would have to.
+    """
+    if len(prefill) or not workers.num_configured(Role.PREFILL):
+        return decode
+    alone = [candidate for candidate in decode if candidate.prefills_itself]
+    if not alone:
+        states = workers.states(Role.PREFILL)
+        raise WorkerLostError(
+            f"no prefill worker can take the prompt ({states}), and nobody may instead", RETRY_AFTER_S
+        )
+    return Group(alone)
+
+
 def eligible_prefillers(workers: WorkerTable, request: PlacementRequest) -> Group:
     """Return the prefill workers that can take a prompt now; perhaps none."""
     ready = workers.ready(Role.PREFILL)

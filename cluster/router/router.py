@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from cluster.router.backlog import Prompt
-from cluster.router.eligible import DECODERS, eligible_decoders, eligible_prefillers
+from cluster.router.eligible import DECODERS, eligible_decoders, eligible_prefillers, without_fallback
 from cluster.router.estimate import PairEstimate, estimate_pair
 from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
@@ -34,7 +34,15 @@ _LOG = logging.getLogger(__name__)
 class Router:
     """Workers, prefixes and placements of one cluster. Owned by one loop; plain functions."""
 
-    def __init__(self, policy: Policy, rng: Random, clock: Clock | None = None, ahead_s: float = AHEAD_S) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        rng: Random,
+        clock: Clock | None = None,
+        ahead_s: float = AHEAD_S,
+        *,
+        falls_back: bool = True,
+    ) -> None:
         """Begin without workers.
 
         Args:
@@ -42,6 +50,7 @@ class Router:
             rng: all chance.
             clock: for predictions of the time to wait; None: the machine's.
             ahead_s: prefill that a worker is given ahead before it is full.
+            falls_back: whether decode workers prefill when no prefill worker can; else WorkerLostError.
         """
         self.policy = policy
         self.workers = WorkerTable(ahead_s)
@@ -59,6 +68,7 @@ class Router:
         self._agreed: WorkerFacts | None = None
         self._silence = SilenceWatch()
         self._has_fallen_back = False
+        self._falls_back = falls_back
 
     # What gateways ask for.
 
@@ -66,7 +76,7 @@ class Router:
         """Choose workers for a request and reserve its part of them.
 
         Raises:
-            WorkerLostError: nobody can decode now; nothing was reserved.
+            WorkerLostError: nobody can decode now, or prefill without a fallback; nothing was reserved.
             InvalidRequestError: no worker's pool could ever hold the prompt.
         """
         question = self._question(request, self.hot_prefixes.use)
@@ -231,6 +241,8 @@ class Router:
 
     def _question(self, request: PlacementRequest, heat: Callable[[Sequence[bytes], Hits, float], Hot]) -> Question:
         decode, prefill = eligible_decoders(self.workers, request), eligible_prefillers(self.workers, request)
+        if not self._falls_back:
+            decode = without_fallback(self.workers, decode, prefill)
         if self.workers.fulls.count:
             decode, prefill = those_with_room(decode, prefill)
         now = self.now()

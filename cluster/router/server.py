@@ -217,7 +217,9 @@ class RouterServer:
         Raises:
             ConfigError: the port cannot be had.
         """
-        router = Router(POLICIES[config.policy](), Random(), ahead_s=config.prefill_ahead_s)
+        router = Router(
+            POLICIES[config.policy](), Random(), ahead_s=config.prefill_ahead_s, falls_back=config.prefill_fallback
+        )
         service = RouterService(router, config, heartbeat_s)
         server = make_server()
         router_pb2_grpc.add_RouterServicer_to_server(service, server)

@@ -1,5 +1,7 @@
 """The index knows what a brute-force model knows, under any events, gaps, losses and snapshots."""
 
+import itertools
+import tracemalloc
 from collections.abc import Iterable, Sequence
 
 from hypothesis import settings
@@ -195,6 +197,27 @@ def test_prompts_that_came_and_went_leave_nothing_behind() -> None:
         assert index.apply("w", 2 * number + 2, False, chain)
 
     assert index.num_blocks == 0
+
+
+def test_memory_is_flat_however_many_distinct_prompts_come_and_go() -> None:
+    """FIELD_PROBLEMS 46: nodes that are split and never merged."""
+    index = PrefixIndex()
+    index.replace("w", [])
+    numbers = itertools.count(1)
+
+    def come_and_go(first: int) -> int:
+        for number in range(first, first + 3000):
+            chain = chain_hashes([number, *range(15)], BLOCK)
+            assert index.apply("w", next(numbers), True, chain)
+            assert index.apply("w", next(numbers), False, chain)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        once = come_and_go(0)
+        assert come_and_go(3000) < once + 10_000  # one hash kept of each prompt would be 100,000
+    finally:
+        tracemalloc.stop()
 
 
 def test_workers_that_come_and_go_leave_nothing_behind_and_inherit_nothing() -> None:

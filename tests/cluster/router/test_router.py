@@ -129,6 +129,26 @@ def test_without_a_ready_prefill_worker_the_decoder_prefills_and_it_is_counted_a
     assert sum("no prefill worker can be used" in record.message for record in caplog.records) == 1
 
 
+def test_without_the_fallback_a_request_fails_while_no_prefill_worker_can_be_used() -> None:
+    router = Router(POLICIES["cost"](), Random(0), falls_back=False)
+    router.set_workers([P0, D0])
+    for info in (P0, D0):
+        router.welcome(info.worker_id, facts())
+        router.report(info.worker_id, WorkerLoad())
+    router.lose("p0", "killed")
+
+    with pytest.raises(WorkerLostError, match="no prefill worker can take the prompt") as caught:
+        router.place(ask())
+    assert caught.value.retry_after_s
+    assert router.num_reservations == 0
+
+    router.set_workers([P0, D0, B0])
+    router.welcome("b0", facts())
+    router.report("b0", WorkerLoad())
+    assert ids(router.place(ask())) == ("b0", None)
+    assert router.counters["local_prefill_fallback"] == 0
+
+
 def test_an_excluded_prefill_worker_is_a_fallback_too() -> None:
     router = make(P0, D0)
 
