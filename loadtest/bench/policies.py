@@ -2,11 +2,16 @@
 
 Capacity is reckoned without caches: at 100 % the prefill workers would just keep up if nothing were ever reused. The
 ideal hit rate is that of one cache that never forgets. Each policy's peer is round_robin in the same run; the rows of
-`cost` say how it stands to the best of the others. Run as `python -m loadtest.bench.policies TRACE.jsonl`.
+`cost` say how it stands to the best of the others. Simulations run side by side, one on each core; that changes no
+figure. Run as `python -m loadtest.bench.policies TRACE.jsonl`.
 """
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -108,7 +113,7 @@ class _Bench(NamedTuple):
 
     def rows(self, plan: Plan, label: str, goodput_goal: float | None) -> list[BenchRow]:
         """Return each policy's rows."""
-        found = {policy: self._summary(plan, policy) for policy in POLICIES}
+        found = self._summaries(plan)
         ideal = _ideal_hit(plan, self.profile)
         rows = []
         for figure in _figures(found):
@@ -134,6 +139,11 @@ class _Bench(NamedTuple):
                     )
                 )
         return rows
+
+    def _summaries(self, plan: Plan) -> Mapping[str, Summary]:
+        # Fresh processes, since a copy of this one would share the other threads' locks.
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as cores:
+            return dict(zip(POLICIES, cores.map(partial(self._summary, plan), POLICIES), strict=True))
 
     def _summary(self, plan: Plan, policy: str) -> Summary:
         shape = ClusterShape(self.workers, self.workers, 0, policy, self.admission)
