@@ -6,6 +6,8 @@ Randomness is a function of (seed, position in the output) and nothing else, so 
 goes on with the same draws.
 """
 
+from array import array
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 import torch
@@ -55,22 +57,55 @@ class Sampler:
         return tokens
 
     def _shift(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
-        """Apply bias, min_tokens and penalties in place, to the rows that have them."""
+        """Apply bias, min_tokens and penalties in place: each in one operation for all rows that have it."""
+        biased, stopped, repeated, counted = (_Cells(logits.device) for _ in range(4))
+        biases: list[float] = []
         for row, sequence in enumerate(sequences):
             params = sequence.sampling
             if params.logit_bias:
-                ids = list(params.logit_bias)
-                logits[row, ids] += torch.tensor(
-                    [params.logit_bias[token_id] for token_id in ids], device=logits.device
-                )
+                biased.add(row, params.logit_bias, params)
+                biases += params.logit_bias.values()
             if sequence.num_output_tokens < params.min_tokens:
                 stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
-                # Not -inf: with every token suppressed there would be nothing to choose from.
-                logits[row, torch.tensor(list(stops), dtype=torch.long, device=logits.device)] = torch.finfo(
-                    logits.dtype
-                ).min
-            if params.has_penalties:
-                _penalize(logits[row], sequence)
+                stopped.add(row, stops, params)
+            if params.repetition_penalty != 1.0:
+                repeated.add(row, sequence.token_ids, params)
+            if params.presence_penalty or params.frequency_penalty:
+                counted.add(row, sequence.token_ids[sequence.num_prompt_tokens :], params)
+        if biased.rules:
+            logits[biased.index()] += torch.tensor(biases, device=logits.device)
+        if stopped.rules:
+            # Not -inf: with every token suppressed there would be nothing to choose from.
+            logits[stopped.index()] = torch.finfo(logits.dtype).min
+        _penalize(logits, repeated, counted)
+
+
+class _Cells:
+    """Tokens of some rows, in one list for one operation on the logits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rules: list[SamplingParams] = []
+        """Of each row."""
+        self._device = device
+        self._rows: list[int] = []
+        self._sizes: list[int] = []
+        self._ids = array("q")
+
+    def add(self, row: int, token_ids: Collection[int], rules: SamplingParams) -> None:
+        """Append tokens of a further row."""
+        self.rules.append(rules)
+        self._rows.append(row)
+        self._sizes.append(len(token_ids))
+        self._ids.extend(token_ids)
+
+    def index(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return row and token of each cell."""
+        ids = torch.frombuffer(self._ids, dtype=torch.int64) if self._ids else torch.empty(0, dtype=torch.int64)
+        return self.spread(self._rows), ids.to(self._device)
+
+    def spread(self, values: Seq[float]) -> torch.Tensor:
+        """Return each row's value once for each of its cells."""
+        return torch.tensor(values).repeat_interleave(torch.tensor(self._sizes)).to(self._device)
 
 
 def _exclude(logits: torch.Tensor, masks: Masks) -> None:
@@ -83,22 +118,25 @@ def _exclude(logits: torch.Tensor, masks: Masks) -> None:
         logits[row].masked_fill_(mask, -torch.inf)
 
 
-def _penalize(logits: torch.Tensor, sequence: Sequence) -> None:
-    """Apply the three penalties to one row, [V], in place.
+def _penalize(logits: torch.Tensor, repeated: _Cells, counted: _Cells) -> None:
+    """Apply the three penalties in place.
 
     Repetition counts prompt and output (Keskar et al., CTRL, 2019: section 4.1), presence and frequency the output
-    alone (OpenAI API); all follow from the token ids, so they survive a move.
+    alone (OpenAI API); all follow from the token ids, so they survive a move. A token that came more than once has as
+    many cells, which are all set to the same value.
     """
-    params = sequence.sampling
-    if params.repetition_penalty != 1.0:
-        seen = torch.unique(torch.tensor(sequence.token_ids, device=logits.device))
-        scores = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
-    if output and (params.presence_penalty or params.frequency_penalty):
-        made, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
-        logits[made] -= params.presence_penalty + params.frequency_penalty * counts
+    if repeated.rules:
+        index, penalty = repeated.index(), repeated.spread([params.repetition_penalty for params in repeated.rules])
+        scores = logits[index]
+        logits[index] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    if counted.rules:
+        index = counted.index()
+        presence = counted.spread([params.presence_penalty for params in counted.rules])
+        frequency = counted.spread([params.frequency_penalty for params in counted.rules])
+        cells = counted.spread(range(len(counted.rules))), index[1]
+        counts = torch.zeros(len(counted.rules), logits.shape[1], device=logits.device)
+        counts.index_put_(cells, torch.ones_like(presence), accumulate=True)
+        logits[index] = logits[index] - (presence + frequency * counts[cells])
 
 
 def draw(logits: torch.Tensor, rules: Seq[SamplingParams], uniforms: Seq[float]) -> torch.Tensor:

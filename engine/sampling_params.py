@@ -50,11 +50,6 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
     @classmethod
     def from_pb(cls, params: common_pb2.SamplingParams, vocab_tokens: int | None = None) -> "SamplingParams":
         """Validate a message. Stop strings are ignored: they are the gateway's.

@@ -185,6 +185,33 @@ def test_rules_shift_logits_as_documented(rules: dict[str, Any], output: list[in
     assert logits.tolist() == [expected]
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, seed=st.integers(0, 1000), padding=st.integers(0, 3))
+def test_a_whole_batch_is_shifted_as_each_row_would_be_by_itself(
+    rows: list[tuple[SamplingParams, list[int]]], seed: int, padding: int
+) -> None:
+    """Also where rows of logits do not follow one another in memory."""
+    logits = _logits(seed, len(rows))
+    padded = torch.zeros(len(rows), VOCAB + padding)[:, :VOCAB]
+    padded[:] = logits
+
+    SAMPLER.sample(padded, [_sequence(rules, output) for rules, output in rows])
+
+    for row, (rules, output) in enumerate(rows):
+        expected = logits[row].tolist()
+        for token, bias in rules.logit_bias.items():
+            expected[token] += bias
+        if len(output) < rules.min_tokens:
+            for token in {EOS, *rules.stop_token_ids}:
+                expected[token] = torch.finfo(torch.float32).min
+        for token in {1, 4, *output}:
+            penalty = rules.repetition_penalty
+            expected[token] = expected[token] / penalty if expected[token] > 0 else expected[token] * penalty
+        for token in set(output):
+            expected[token] -= rules.presence_penalty + rules.frequency_penalty * output.count(token)
+        assert torch.allclose(padded[row], torch.tensor(expected, dtype=torch.float64).float(), rtol=1e-4, atol=1e-4)
+
+
 def test_stop_tokens_are_out_of_the_question_until_min_tokens() -> None:
     logits = torch.tensor([[0.0, 0.0, 9.0, 8.0, 1.0]])
     rules = SamplingParams(min_tokens=2, stop_token_ids=frozenset({3}))
