@@ -40,7 +40,7 @@ _GOODPUT_GOAL = 1.5
 def main(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL.")],
     workers: Annotated[int, typer.Option(min=1, help="Of each role.")] = 32,
-    sessions: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="At most so many requests, the first ones.")] = 4000,
     profile: Annotated[str, typer.Option(help="Cost model.")] = "h100-8b",
     admission: Annotated[bool, typer.Option(help="Requests wait at the router when all workers are busy.")] = True,
 ) -> None:
@@ -70,11 +70,11 @@ def _prefill_s(prompt: object, profile: Profile) -> float:
     return num_steps * profile.step.base_s + profile.step.prefill_s(prompt.num_tokens, 0)
 
 
-def _unshared(profile: Profile, workers: int, sessions: int | None) -> Plan:
+def _unshared(profile: Profile, workers: int, sessions: int) -> Plan:
     workload = SyntheticWorkload(prompt_tokens=8192, output_tokens=340, spread=0.9)
     mean = SyntheticWorkload(prompt_tokens=8192, output_tokens=340)
     rate = 0.8 * workers / _prefill_s(next(mean.sessions(0, 0)).turns[0].prompt, profile)
-    return Plan(workload, PoissonArrival(rate=rate), sessions or 10_000, _SLO, RunOptions())
+    return Plan(workload, PoissonArrival(rate=rate), sessions, _SLO, RunOptions())
 
 
 def _ideal_hit(plan: Plan, profile: Profile) -> float:
