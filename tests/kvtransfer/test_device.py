@@ -5,21 +5,24 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from common.config import TransferConfig
 from common.errors import BatonError, ConfigError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
-from kvtransfer.device import DeviceMemory
+from kvtransfer.device import DeviceBuffer, DeviceMemory
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
-from kvtransfer.fake_device import FakeCommunicators, FakeDeviceStore
+from kvtransfer.fake_device import FakeCommunicators, FakeDevice, FakeDeviceStore
 from kvtransfer.memory import block_bytes_of
 from kvtransfer.pieces import Run, Runs
 from kvtransfer.transports.nccl_link import NcclInbound, NcclOutbound
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
 Store = FakeBlockStore | FakeDeviceStore
+LIMIT_S = 20.0
 
 
 @pytest.mark.parametrize("settings", [{}, {"codec": "lossless"}, {"sealed": True}, {"checksum": False}])
@@ -110,6 +113,68 @@ def test_what_is_not_wanted_any_more_does_not_reach_the_pool() -> None:
         memory.gather(Runs.of([Run(0, 0, size)]), memoryview(bytearray(size)), stop)
 
     assert not any(store.block(0))
+
+
+class FailingDevice(FakeDevice):
+    """Its copies fail while it is broken, with an error that nobody here has heard of."""
+
+    def __init__(self, pool: NDArray[np.uint8]) -> None:
+        super().__init__(pool)
+        self.is_broken = False
+
+    def gather(self, runs: Runs, target: DeviceBuffer) -> None:
+        self._check()
+        super().gather(runs, target)
+
+    def scatter(self, source: DeviceBuffer, runs: Runs) -> None:
+        self._check()
+        super().scatter(source, runs)
+
+    def _check(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("an illegal address")
+
+
+@pytest.mark.parametrize("wire", ["tcp", "ucx"])
+@pytest.mark.parametrize("broken", ["sender", "receiver"])
+def test_a_copy_that_fails_in_a_device_fails_its_transfer_at_both_ends_before_any_lease(wire: str, broken: str) -> None:
+    async def test() -> None:
+        config = TransferConfig.model_validate({"transport": wire, "lease_s": 2 * LIMIT_S})
+        pools = {name: np.zeros((16, SMALL_LAYOUT.block_bytes), np.uint8) for name in ("sender", "receiver")}
+        devices = {name: FailingDevice(pool.reshape(-1)) for name, pool in pools.items()}
+        ends: dict[str, TransferEndpoint] = {}
+        pools["sender"][3:5] = 7
+        try:
+            for name, device in devices.items():
+                store = FakeDeviceStore()
+                store.device = device
+                ends[name] = await TransferEndpoint.start(name, "127.0.0.1", store, config)
+            sender, receiver = ends["sender"], ends["receiver"]
+            async with asyncio.timeout(LIMIT_S):
+                landing = receiver.grant([1, 2], 0)
+                push = await sender.open_push(landing.ticket)
+                devices[broken].is_broken = True
+                push.announce(0, [3, 4])
+                with pytest.raises(TransferError):
+                    await push.finish()
+                with pytest.raises(TransferError, match="illegal address"):
+                    await landing.landed()
+                await push.abort("failed")
+                await landing.abort("failed")
+                assert sender.num_active == receiver.num_active == 0
+                assert not pools["receiver"].any()
+
+                devices[broken].is_broken = False
+                landing = receiver.grant([1, 2], 0)
+                push = await sender.open_push(landing.ticket)
+                push.announce(0, [3, 4])
+                await asyncio.gather(push.finish(), landing.landed())
+        finally:
+            for end in ends.values():
+                await end.close()
+        assert (pools["receiver"][1:3] == 7).all()
+
+    asyncio.run(test())
 
 
 def test_auto_takes_nccl_between_two_devices_but_not_from_one_to_itself() -> None:
