@@ -19,6 +19,7 @@ from common.errors import (
     DeadlineError,
     InvalidRequestError,
     OverloadedError,
+    TransferError,
     WorkerLostError,
 )
 from tests.cluster.fake_cluster import HOST, FakeCluster, fake_cluster, run
@@ -68,10 +69,10 @@ def test_a_stream_is_read_part_by_part(model_dir: Path) -> None:
 
 
 @both
-def test_what_has_no_room_yet_is_asked_again(model_dir: Path, ask: Ask) -> None:
+def test_what_has_no_room_yet_or_did_not_arrive_whole_is_asked_again(model_dir: Path, ask: Ask) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir, num_prefill=0, retries_max=0) as cluster:
-            cluster.worker("d0").refuse(OverloadedError("full"), OverloadedError("still full"))
+            cluster.worker("d0").refuse(OverloadedError("full"), TransferError("damaged"))
 
             answer = await ask(cluster.gateway.grpc_address, completion_request([5], {"max_tokens": 2}), None)
 

@@ -4,8 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from cluster.fake_worker import FakeModel
 from common.chain_hash import chain_hashes
 from common.errors import (
     BatonError,
@@ -17,7 +19,7 @@ from common.errors import (
     WorkerLostError,
 )
 from common.status import typed_rpc_errors
-from tests.cluster.fake_cluster import FakeCluster, fake_cluster, request, run, until
+from tests.cluster.fake_cluster import LIMIT_S, FakeCluster, fake_cluster, request, run, until
 
 
 def test_streams_of_a_decode_worker_killed_in_the_middle_go_on_elsewhere_with_the_same_tokens(model_dir: Path) -> None:
@@ -285,6 +287,30 @@ def test_a_client_that_leaves_frees_everything(model_dir: Path, stage: str) -> N
             await until(lambda: len(worker.cancelled) == 1, "the worker was not told")
             await _held(cluster, 0)
             prefill.may_step.set()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("ending", ["leaves", "deadline"])
+def test_a_request_that_ends_while_it_waits_for_a_worker_frees_its_place(model_dir: Path, ending: str) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, model=FakeModel(running_max=1)) as cluster:
+            cluster.worker("d0").may_step.clear()
+            others = [asyncio.create_task(cluster.ask(request(max_tokens=2))) for _ in range(2)]
+            await until(lambda: cluster.router.status().reservations == 2, "not placed")
+            call = cluster.call(request(max_tokens=2), 0.5 if ending == "deadline" else LIMIT_S)
+            if ending == "leaves":
+                await until(lambda: cluster.router.status().queued == 1, "does not wait")
+                call.cancel()
+
+            async with asyncio.timeout(LIMIT_S):
+                code = await call.code()
+
+            assert code is (grpc.StatusCode.CANCELLED if ending == "leaves" else grpc.StatusCode.DEADLINE_EXCEEDED)
+            await until(lambda: cluster.router.status().queued == 0, "still waits")
+            await until(lambda: cluster.gateway._counts.running == 2, "still counted")
+            cluster.worker("d0").may_step.set()
+            assert [len((await other).token_ids) for other in others] == [2, 2]
 
     run(scenario())
 

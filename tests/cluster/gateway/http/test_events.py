@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.fake_worker import FakeModel
 from cluster.gateway.server import GatewayServer
 from common.config_doors import GatewayConfig
 from common.errors import BatonError
@@ -123,6 +124,29 @@ def test_a_client_that_leaves_frees_everything(model_dir: Path, body: dict[str, 
             await until(lambda: cluster.worker("d0").num_running == 0, "still running")
             await until(lambda: cluster.router.status().reservations == 0, "reservations are left")
             stuck.may_step.set()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM, {**STREAM, "n": 2}], ids=["whole", "stream", "two"])
+def test_a_client_that_leaves_while_it_waits_for_a_worker_frees_its_place(
+    model_dir: Path, body: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, model=FakeModel(running_max=1)) as cluster, wire(cluster) as connection:
+            cluster.worker("d0").may_step.clear()
+            others = [asyncio.create_task(post(cluster, PATH, CHAT)) for _ in range(2)]
+            await until(lambda: cluster.router.status().reservations == 2, "not placed")
+            connection.send(PATH, body)
+            await until(lambda: cluster.router.status().queued == body.get("n", 1), "does not wait")
+
+            connection.cut()
+
+            await until(lambda: cluster.router.status().queued == 0, "still waits")
+            await until(lambda: cluster.gateway._counts.running == 2, "still counted")
+            cluster.worker("d0").may_step.set()
+            assert [(await other).status for other in others] == [200] * 2
+            assert len(cluster.worker("d0").started) == 2
 
     run(scenario())
 
