@@ -170,7 +170,7 @@ class SimulatedCluster:
         request = PlacementRequest(
             request_id=str(job.number),
             num_tokens=job.num_prompt,
-            max_output_tokens=job.num_answered,
+            max_output_tokens=job.num_output,
             hashes=job.prompt_names(self._profile.block_tokens),
             ttft_target_s=targets.ttft_target_s,
             tpot_target_s=targets.tpot_target_s,

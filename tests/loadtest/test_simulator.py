@@ -192,6 +192,16 @@ def test_service_recovers_within_ten_seconds_after_an_overload_with_targets() ->
     assert all(SLO.is_met(record) for record in late)
 
 
+def test_the_router_is_told_how_long_an_answer_may_be() -> None:
+    what = plan("synthetic:prompt_tokens=300,output_tokens=50", "constant:rate=1", 1)
+    simulation = Simulation(what, PROFILE, ClusterShape())
+    simulation.run()
+
+    (explanation,) = simulation.cluster.router.explanations.latest(2)
+    estimates = [pair.then for pair in explanation.considered]
+    assert [then.decode_s for then in estimates] == pytest.approx([49 * then.tpot_s for then in estimates])
+
+
 def test_what_can_never_fit_is_refused() -> None:
     profile = PROFILE.model_copy(update={"pool_blocks": 20})
 
