@@ -6,6 +6,7 @@ A worker's engine keeps them for its loop; a simulated worker keeps them alone.
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from common.errors import InvalidRequestError
 from engine.block_pool import BlockPool
 
 
@@ -46,6 +47,17 @@ class Bookkeeping:
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
+
+    def check_prompt_fits(self, num_tokens: int) -> None:
+        """Refuse a prompt that the pool could never hold.
+
+        Raises:
+            InvalidRequestError: naming need and limit.
+        """
+        # One token beyond the prompt, so that a sequence alone in the pool can always make progress.
+        num_blocks = self.blocks_for(num_tokens + 1)
+        if num_blocks > self.pool.num_blocks:
+            raise InvalidRequestError(f"the prompt needs {num_blocks} blocks, the pool has {self.pool.num_blocks}")
 
     def num_held(self, sequence: BookedSequence) -> int:
         """Return about how many of its leading tokens a sequence without blocks would not have to compute."""

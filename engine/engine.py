@@ -145,10 +145,7 @@ class Engine(Bookkeeping):
             raise InvalidRequestError(
                 f"the prompt has {num_tokens} tokens, no room in the context window of {self.context_tokens}"
             )
-        # One block beyond the prompt, so that a sequence alone in the pool can always make progress.
-        num_blocks = self.blocks_for(num_tokens + 1)
-        if num_blocks > self.pool.num_blocks:
-            raise InvalidRequestError(f"the prompt needs {num_blocks} blocks, the pool has {self.pool.num_blocks}")
+        self.check_prompt_fits(num_tokens)
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self.vocab_tokens:
             raise InvalidRequestError(f"token ids must be in [0, {self.vocab_tokens}), got {low if low < 0 else high}")

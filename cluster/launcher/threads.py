@@ -1,6 +1,6 @@
 """How many compute threads each worker gets, so that those of one host never outnumber its cores. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.supervisor.fleet import Role
@@ -26,11 +26,13 @@ class _Group(NamedTuple):
     cores: frozenset[int]
     """That they are pinned to; empty: any that no others are pinned to."""
 
+    def fits(self, host: Host) -> bool:
+        """Whether a host may have them."""
+        return self.resources <= host.resources
+
     def on(self, host: Host, hosts: Sequence[Host]) -> int:
         """Return how many of them a host gets when they are spread over all that may have them."""
-        if not self.resources <= host.resources:
-            return 0
-        return -(-self.workers // sum(self.resources <= each.resources for each in hosts))
+        return -(-self.workers // sum(map(self.fits, hosts))) if self.fits(host) else 0
 
 
 def threads_of_roles(config: ClusterConfig, hosts: Sequence[Host]) -> dict[Role, int]:
@@ -43,7 +45,9 @@ def threads_of_roles(config: ClusterConfig, hosts: Sequence[Host]) -> dict[Role,
     groups = _groups(config)
     if config.engine.threads:
         return {group.role: config.engine.threads for group in groups}
-    shares = {group.role: [_share(group, host, hosts, groups) for host in _hosts_of(group, hosts)] for group in groups}
+    shares = {
+        group.role: [_share(group, host, hosts, groups) for host in hosts if group.fits(host)] for group in groups
+    }
     return {role: max(1, min(each, default=1)) for role, each in shares.items()}
 
 
@@ -77,12 +81,8 @@ def _groups(config: ClusterConfig) -> list[_Group]:
     return groups
 
 
-def _hosts_of(group: _Group, hosts: Sequence[Host]) -> Iterator[Host]:
-    return (host for host in hosts if group.resources <= host.resources)
-
-
 def _share(group: _Group, host: Host, hosts: Sequence[Host], groups: Sequence[_Group]) -> int:
-    here = [each for each in groups if each.resources <= host.resources]
+    here = [each for each in groups if each.fits(host)]
     pinned = frozenset[int]().union(*(each.cores for each in here))
     cores = len(group.cores) or host.cores - len(pinned)
     return cores // sum(each.on(host, hosts) for each in here if each.cores == group.cores)

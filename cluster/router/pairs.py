@@ -114,7 +114,7 @@ class Pairs(Collection[PairEstimate]):
         """Return the pairs that meet the targets; None if there is none."""
         prefill = [half for half in self.prefill if half.first.meets_target]
         decode = [half for half in self.decode if half.then.meets_target]
-        if len(prefill) == len(self.prefill) and len(decode) == len(self.decode) and _all_alone_fit(decode):
+        if len(prefill) == len(self.prefill) and len(decode) == len(self.decode) and all(map(_alone_fits, decode)):
             return self
         decode = [half if _alone_fits(half) else half._replace(alone=None) for half in decode]
         fit = Pairs(prefill, decode)
@@ -129,10 +129,6 @@ class Pairs(Collection[PairEstimate]):
         if alone is not None and alone.total_s < other.cost_s + half.cost_s:
             return alone
         return pair_up(half.worker, other.worker, other.first, half.then)
-
-
-def _all_alone_fit(decode: Sequence[DecodeHalf]) -> bool:
-    return all(map(_alone_fits, decode))
 
 
 def _alone_fits(half: DecodeHalf) -> bool:

@@ -7,7 +7,7 @@ together (stretch.py); whoever looks into the pool meanwhile first brings it up 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 from common.errors import BatonError
@@ -102,10 +102,8 @@ class DecodeWorker(SimulatedWorker):
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens to compute here, and tokens to compute again."""
-        scheduler = self._scheduler
-        here = [stream.sequence.num_uncomputed for stream in scheduler.waiting if not stream.is_remote]
-        here += [stream.sequence.num_uncomputed for stream in scheduler.running if not stream.is_remote]
-        return sum(count for count in here if count > 1)
+        here = (stream for stream in chain(self._scheduler.waiting, self._scheduler.running) if not stream.is_remote)
+        return sum(count for stream in here if (count := stream.sequence.num_uncomputed) > 1)
 
     @property
     def num_waiting(self) -> int:
@@ -120,7 +118,7 @@ class DecodeWorker(SimulatedWorker):
     def add(self, job: Job) -> None:
         """Queue a request, or refuse it when the queue is full or the pool could never hold it."""
         try:
-            self._check_prompt(job)
+            self.books.check_prompt_fits(job.num_prompt)
             self._scheduler.check_fits(job.num_prompt, job.num_output)
             self._check_queue(len(self._scheduler.waiting))
         except BatonError as error:
@@ -130,10 +128,7 @@ class DecodeWorker(SimulatedWorker):
         stream = _SimulatedStream(sequence=self._sequence(job), is_remote=job.is_remote, job=job, end_tokens=end_tokens)
         self._streams[job] = stream
         self._scheduler.add(stream)
-        self._catch_up()
-        self._admit()
-        self._wake()
-        self._events.on_load(self)
+        self._changed()
 
     def land(self, job: Job) -> None:
         """All KV of a request's prompt is here, and its first token."""
@@ -157,10 +152,7 @@ class DecodeWorker(SimulatedWorker):
             return
         self._scheduler.remove(stream)
         self.books.pool.release(stream.sequence.block_table)
-        self._catch_up()
-        self._admit()
-        self._wake()
-        self._events.on_load(self)
+        self._changed()
 
     def receive(self, names: Sequence[bytes]) -> None:
         """See SimulatedWorker."""
@@ -172,6 +164,13 @@ class DecodeWorker(SimulatedWorker):
         super().check_idle()
         assert not self._streams
         assert self._stretch is None
+
+    def _changed(self) -> None:
+        """Take note that a request has come or gone while a stretch may run."""
+        self._catch_up()
+        self._admit()
+        self._wake()
+        self._events.on_load(self)
 
     def _admit(self) -> None:
         """Give blocks to those who wait, as far as there are any; the books are up to the moment."""

@@ -77,7 +77,7 @@ class PrefillWorker(SimulatedWorker):
     def add(self, job: Job) -> None:
         """Queue a prompt, or refuse it when the queue is full or the pool too small."""
         try:
-            self._check_prompt(job)
+            self.books.check_prompt_fits(job.num_prompt)
             self._check_queue(self._scheduler.num_waiting)
         except BatonError as error:
             self._events.on_failed(job, error)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from common.errors import InvalidRequestError, OverloadedError
+from common.errors import OverloadedError
 from engine.bookkeeping import Bookkeeping
 from loadtest.simulator.job import Job
 from loadtest.simulator.profile import Profile
@@ -72,12 +72,6 @@ class SimulatedWorker:
 
     def _sequence(self, job: Job) -> SimulatedSequence:
         return SimulatedSequence(job.names, job.num_prompt, job.num_prompt, self.books.block_tokens)
-
-    def _check_prompt(self, job: Job) -> None:
-        """Refuse a prompt that this pool could never hold with one token more."""
-        need, limit = self.books.blocks_for(job.num_prompt + 1), self.books.pool.num_blocks
-        if need > limit:
-            raise InvalidRequestError(f"the prompt needs {need} blocks, the pool has {limit}")
 
     def _check_queue(self, num_waiting: int) -> None:
         if num_waiting >= self._profile.waiting_max:
