@@ -6,7 +6,7 @@ MESSAGE_CHARACTERS_MAX = 400
 """Longest message. It may quote what a client sent, and a gRPC status has room for 8 KB, in which a character can take
 12, and 6 more in the details: a longer one would arrive as RESOURCE_EXHAUSTED, whatever its code was."""
 _CUT = " ... "
-_FIELD = re.compile(r"([a-z][a-z0-9_]*(?:[.\[]\S*)?) (?:is|are|must|has|have) ")
+_FIELD = re.compile(r"([a-z][a-z0-9_-]*(?:[.\[]\S*)?) (?:is|are|must|has|have) ")
 
 
 class BatonError(Exception):

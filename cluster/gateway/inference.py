@@ -12,7 +12,7 @@ from baton_pb.v1 import inference_pb2, inference_pb2_grpc
 from cluster.gateway.bugs import bugs_to_errors
 from cluster.gateway.chat import check_chat
 from cluster.gateway.choices import Piece, choices_of_call, pieces_of
-from cluster.gateway.deadline import deadline
+from cluster.gateway.deadline import Deadline
 from cluster.gateway.explained import explanation_metadata, wants_explanation
 from cluster.gateway.generate import Generator
 from cluster.gateway.parsing.interface import CallPiece
@@ -46,7 +46,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with (
             rpc_errors_to_status(context, path_in(request)),
             bugs_to_errors(request_id),
-            deadline(timeout_s),
+            Deadline(timeout_s),
             pieces_of(choices_of_call(generate, request, request_id, timeout_s, most)) as pieces,
         ):
             async for piece in pieces:

@@ -10,12 +10,12 @@ import pydantic
 
 from baton_pb.v1 import inference_pb2
 from cluster.gateway.choices import Streams, check_count, choices_of
-from cluster.gateway.deadline import deadline
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.answer import Answer
 from cluster.gateway.http.chat import ChatForm, ChatRequest
 from cluster.gateway.http.completions import CompletionForm, CompletionRequest
-from cluster.gateway.http.exchange import Exchange
+from cluster.gateway.http.exchange import Exchange, wanted_timeout_s
+from cluster.gateway.http.fields import SamplingFields
 from cluster.gateway.http.hosting import HttpHost, Message, Receive, Send
 from cluster.gateway.http.openapi import DOCS_PAGE, document
 from cluster.gateway.http.refusals import HttpError, refusal_of
@@ -95,7 +95,8 @@ class HttpFace:
         """Serve one request. Whatever happens, the client gets an answer, unless it has left."""
         assert self._hosting is not None, "requests come from it"
         hosting = self._hosting
-        exchange = Exchange(scope, receive, send, self._config, lambda: hosting.abort(scope["client"]))
+        limit_s = self._parts.generator.request_s
+        exchange = Exchange(scope, receive, send, self._config, limit_s, lambda: hosting.abort(scope["client"]))
         try:
             await self._answer(exchange, hosting)
         except CancelledRequestError:
@@ -108,7 +109,8 @@ class HttpFace:
         try:
             if hosting.num_connections > self._config.connections_max:
                 raise WorkerLostError(f"{hosting.num_connections - 1} connections are open, the most that may be")
-            async with deadline(self._parts.generator.request_s):
+            async with exchange.deadline:
+                exchange.deadline.shorten(wanted_timeout_s(exchange.headers))
                 endpoint = self._endpoint(exchange)
                 await self._parts.door.admit_http(exchange.path.rstrip("/") or "/", exchange.headers)
                 await endpoint(exchange)
@@ -145,7 +147,7 @@ class HttpFace:
     async def _chat(self, exchange: Exchange) -> None:
         asked = await _read(exchange, ChatRequest)
         check_count(asked.num_choices, self._config.choices_max)
-        streams, model_id = self._streams(exchange, asked.to_pb()), self._parts.generator.limits().model_id
+        streams, model_id = self._streams(exchange, asked, asked.to_pb()), self._parts.generator.limits().model_id
         form = ChatForm(exchange.request_id, asked, self._parts.text)
         with asked.named_as_asked():
             await Answer(exchange, asked, form, model_id).serve(streams)
@@ -155,16 +157,16 @@ class HttpFace:
         check_count(len(asked.prompts) * asked.num_choices, self._config.choices_max)
         if asked.echo:
             self._check_ids(asked)
-        streams = self._streams(exchange, *map(asked.to_pb, asked.prompts))
+        streams = self._streams(exchange, asked, *map(asked.to_pb, asked.prompts))
         model_id = self._parts.generator.limits().model_id
         form = CompletionForm(exchange.request_id, asked, self._parts.text)
         with asked.named_as_asked():
             await Answer(exchange, asked, form, model_id).serve(streams)
 
-    def _streams(self, exchange: Exchange, *messages: inference_pb2.GenerateRequest) -> Streams:
-        return choices_of(
-            self._parts.generator.generate, messages, exchange.request_id, self._parts.generator.request_s
-        )
+    def _streams(self, exchange: Exchange, asked: SamplingFields, *messages: inference_pb2.GenerateRequest) -> Streams:
+        if asked.timeout_s is not None:
+            exchange.deadline.shorten(asked.timeout_s)
+        return choices_of(self._parts.generator.generate, messages, exchange.request_id, exchange.deadline.left_s)
 
     def _check_ids(self, asked: CompletionRequest) -> None:
         """Refuse ids that cannot be turned into text before that is tried."""

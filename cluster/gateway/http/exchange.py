@@ -2,22 +2,25 @@
 
 import asyncio
 import email.utils
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from pydantic_core import to_json
 
+from cluster.gateway.deadline import Deadline
 from cluster.gateway.http.hosting import Message, Receive, Send
 from cluster.gateway.http.refusals import HttpError, Refusal
 from cluster.gateway.request import REQUEST_ID_CHARACTERS_MAX
 from common.config_doors import HttpConfig
-from common.errors import CancelledRequestError
+from common.errors import CancelledRequestError, InvalidRequestError
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _COMMENT = b": still waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
+_TIMEOUT = "x-request-timeout"
 
 
 class Exchange:
@@ -28,7 +31,13 @@ class Exchange:
     """
 
     def __init__(
-        self, scope: Message, receive: Receive, send: Send, limits: HttpConfig, cut: Callable[[], None]
+        self,
+        scope: Message,
+        receive: Receive,
+        send: Send,
+        limits: HttpConfig,
+        timeout_s: float,
+        cut: Callable[[], None],
     ) -> None:
         """Begin.
 
@@ -37,12 +46,15 @@ class Exchange:
             receive: ASGI's.
             send: ASGI's.
             limits: for sizes and waits.
+            timeout_s: most time that the request may have.
             cut: drops the connection at once.
         """
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = _request_id(self.headers.get("x-request-id", ""))
+        self.deadline = Deadline(timeout_s)
+        """For whoever serves the request to keep."""
         self.status = 0
         """Of the response; 0 before it has begun."""
         self._receive = receive
@@ -180,6 +192,24 @@ class Exchange:
     @property
     def _keepalive_due_s(self) -> float:
         return self._last_sent_s + self._limits.keepalive_s
+
+
+def wanted_timeout_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a client gives its request by a header; infinite without one.
+
+    Raises:
+        InvalidRequestError: it is not a number of seconds.
+    """
+    given = headers.get(_TIMEOUT)
+    if given is None:
+        return math.inf
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequestError(f"{_TIMEOUT} must be a number of seconds above 0, got {given[:40]!r}")
+    return seconds
 
 
 def _request_id(given: str) -> str:

@@ -89,6 +89,9 @@ class SamplingFields(StructuredFields):
     """Most seconds to the first token. A request whose targets cannot be met is refused at once, with `retry-after`."""
     tpot_target_s: Target | None = None
     """Most seconds for each further token, on average."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that the whole answer may take; then it ends with 504, or an error event. Also as the header
+    `x-request-timeout`. (Baton's own.)"""
     timing: bool = False
     """Add `timing`: the parts of the time to the first token, in seconds, and which workers served. (Baton's own.)"""
 

@@ -71,6 +71,8 @@ def _of_baton_error(error: errors.BatonError) -> Refusal:
         code, param = "model_not_found", "model"
     elif isinstance(error, errors.UnauthenticatedError):
         code, headers["www-authenticate"] = "invalid_api_key", "Bearer"
+    elif isinstance(error, errors.DeadlineError):
+        headers["x-should-retry"] = "false"  # OpenAI's clients repeat what ended with 5xx, unless they are told
     elif isinstance(error, errors.InvalidRequestError):
         param = _NAMES.get(error.field, error.field) or None
         if "context window" in error.message:

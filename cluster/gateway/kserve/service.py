@@ -18,7 +18,7 @@ from baton_pb.kserve import inference_pb2_grpc as kserve_pb2_grpc
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.bugs import bugs_to_errors
 from cluster.gateway.choices import choices_of, pieces_of
-from cluster.gateway.deadline import deadline
+from cluster.gateway.deadline import Deadline
 from cluster.gateway.generate import Generator
 from cluster.gateway.kserve.asking import Asked, read_request
 from cluster.gateway.kserve.tensors import Tensor, add_outputs
@@ -182,7 +182,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         limit_s = min(timeout_s or math.inf, asked.timeout_s or math.inf, self._generator.request_s)
         choices = [_Choice() for _ in range(asked.message.n or 1)]
         streams = choices_of(self._generator.generate, [asked.message], request_id, limit_s)
-        async with deadline(limit_s), pieces_of(streams) as pieces:
+        async with Deadline(limit_s), pieces_of(streams) as pieces:
             async for piece in pieces:
                 choices[piece.index].take(piece.delta)
                 is_last = all(choice.finished is not None for choice in choices)
