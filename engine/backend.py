@@ -47,6 +47,23 @@ class BackendFacts(NamedTuple):
     """Its kernels do not use torch's threads. Those then stay idle: OpenMP's spin on for a while after their work."""
 
 
+class Outcome(NamedTuple):
+    """What a forward pass says about the rows that it was asked about.
+
+    Attributes:
+        logits: [R, vocab_tokens] fp32, of the batch's `logit_rows`, in that order.
+        winners: [G] i64, of its `greedy_rows`: the token with the greatest logit, the lowest id among equals.
+    """
+
+    logits: torch.Tensor
+    winners: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, num_logit_rows: int) -> Self:
+        """Make it of [R + G, vocab_tokens] logits of a batch's `asked_rows`."""
+        return cls(logits[:num_logit_rows].float(), logits[num_logit_rows:].argmax(-1))
+
+
 class Backend(Protocol):
     """A model's weights and its forward pass. Owned by the compute thread once loaded."""
 
@@ -73,13 +90,13 @@ class Backend(Protocol):
         """Remember the pool that `forward` writes to. Called once, before the first forward."""
         ...
 
-    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> Outcome:
         """Write K and V of the batch's tokens to their slots, attend through the block tables.
 
         `watch.reached(n)` is called for each of its marks when K and V of the first n layers are written, for good.
 
         Returns:
-            [R, vocab_tokens] fp32 logits of `batch.logit_rows`, in that order; R may be 0.
+            What the batch asks for; R or G or both may be 0.
         """
         ...
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 
@@ -43,6 +43,7 @@ class Batch:
         block_tables: [B, most blocks] i32; padded with the row's own first block, so that what is read beyond a
             sequence's end is finite whenever the sequence is.
         logit_rows: [R] i64, rows whose logits are wanted: the last row of each chunk that reaches its sequence's end.
+        greedy_rows: [G] i64, such rows of which only the token with the greatest logit is wanted.
     """
 
     token_ids: torch.Tensor
@@ -51,11 +52,21 @@ class Batch:
     segments: tuple[Segment, ...]
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
+    greedy_rows: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
         """Rows, T."""
         return self.token_ids.shape[0]
+
+    @property
+    def asked_rows(self) -> torch.Tensor:
+        """Rows that anything is wanted of, [R + G] i64: those of logits first."""
+        return torch.cat([self.logit_rows, self.greedy_rows])
+
+    def asking_all(self) -> Self:
+        """Return this batch, asking for the logits of every row."""
+        return replace(self, logit_rows=torch.arange(self.num_tokens), greedy_rows=torch.arange(0))
 
 
 def make_batch(chunks: Seq[ScheduledChunk], block_tokens: int) -> Batch:
@@ -64,6 +75,7 @@ def make_batch(chunks: Seq[ScheduledChunk], block_tokens: int) -> Batch:
     positions: list[int] = []
     segments: list[Segment] = []
     logit_rows: list[int] = []
+    greedy_rows: list[int] = []
     tables: list[list[int]] = []
     for chunk in chunks:
         sequence, start = chunk.sequence, chunk.sequence.num_computed
@@ -75,13 +87,14 @@ def make_batch(chunks: Seq[ScheduledChunk], block_tokens: int) -> Batch:
             segments.append(segment)
             tables.append(sequence.block_table[: -(-segment.num_keys // block_tokens)])
         if chunk.reaches_end:
-            logit_rows.append(len(token_ids) - 1)
+            (logit_rows if sequence.needs_logits else greedy_rows).append(len(token_ids) - 1)
     width = max(map(len, tables))
     block_tables = torch.tensor([table + table[:1] * (width - len(table)) for table in tables], dtype=torch.int32)
     place = torch.tensor(positions)
     segment_of_row = torch.arange(len(segments)).repeat_interleave(torch.tensor([s.num_rows for s in segments]))
     slots = block_tables[segment_of_row, place // block_tokens].long() * block_tokens + place % block_tokens
-    return Batch(torch.tensor(token_ids), place, slots, tuple(segments), block_tables, torch.tensor(logit_rows).long())
+    asked = (torch.tensor(rows, dtype=torch.int64) for rows in (logit_rows, greedy_rows))
+    return Batch(torch.tensor(token_ids), place, slots, tuple(segments), block_tables, *asked)
 
 
 def _segments(row: int, start: int, end: int, num_prompt_tokens: int) -> Iterator[Segment]:

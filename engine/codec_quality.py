@@ -6,7 +6,6 @@ computed behind the exact and behind the copied context: the two distributions o
 
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +100,7 @@ class Scorer:
         before = sequence.num_computed
         logits = self._forward(sequence, num_tokens)
         sequence.num_computed = before
-        return logits.float()
+        return logits
 
     @torch.inference_mode()
     def continue_greedily(self, sequence: Sequence, size: int) -> list[int]:
@@ -114,7 +113,7 @@ class Scorer:
 
     def _forward(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
         batch = make_batch([ScheduledChunk(sequence, num_tokens)], self._kv.layout.block_tokens)
-        logits = self._backend.forward(replace(batch, logit_rows=torch.arange(num_tokens)))
+        logits = self._backend.forward(batch.asking_all()).logits
         sequence.num_computed += num_tokens
         return logits
 

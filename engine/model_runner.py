@@ -40,11 +40,14 @@ class ModelRunner:
             # OpenMP keeps its thread count for each calling thread.
             torch.set_num_threads(self._torch_threads)
             self._compute_thread = threading.get_ident()
-        logits = self._model.forward(make_batch(batch, self._block_tokens), watch)
-        ending = [chunk.sequence for chunk in batch if chunk.reaches_end]
-        assert logits.shape[0] == len(ending)
-        tokens = iter(self._sampler.sample(logits, ending) if ending else ())
-        return [next(tokens) if chunk.reaches_end else None for chunk in batch]
+        logits, winners = self._model.forward(make_batch(batch, self._block_tokens), watch)
+        asking = [chunk.sequence for chunk in batch if chunk.reaches_end and chunk.sequence.needs_logits]
+        assert logits.shape[0] == len(asking)
+        sampled = iter(self._sampler.sample(logits, asking) if asking else ())
+        greedy = (TokenOutput(token_id, None, []) for token_id in winners.tolist())
+        return [
+            next(sampled if chunk.sequence.needs_logits else greedy) if chunk.reaches_end else None for chunk in batch
+        ]
 
     def close(self) -> None:
         """Drop weights and pool views."""

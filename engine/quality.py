@@ -9,7 +9,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,7 +114,7 @@ def _chunks(token_ids: Sequence[int]) -> Iterator[Batch]:
     while sequence.num_uncomputed:
         num_tokens = min(CHUNK_TOKENS, sequence.num_uncomputed)
         batch = make_batch([ScheduledChunk(sequence, num_tokens)], _BLOCK_TOKENS)
-        yield replace(batch, logit_rows=torch.arange(num_tokens))
+        yield batch.asking_all()
         sequence.num_computed += num_tokens
 
 
@@ -151,7 +150,7 @@ class _Reader:
             yield cls(backend, kv)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        return self._backend.forward(batch)
+        return self._backend.forward(batch).logits
 
 
 def main(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 
 from common.config import EngineConfig
 from engine.attention.paged import AttentionPlan, PagedPool, paged_attention
-from engine.backend import BackendFacts, require_format
+from engine.backend import BackendFacts, Outcome, require_format
 from engine.batch import Batch
 from engine.kv_cache import KVMemory
 from engine.step import LayerWatch
@@ -93,18 +93,18 @@ class ReferenceBackend:
         self._pool = PagedPool(kv)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
-        """Return [R, vocab_tokens] fp32 logits; see engine.backend.Backend."""
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> Outcome:
+        """Run one step; see engine.backend.Backend."""
         assert self._pool is not None, "attach comes first"
         output = self._model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=batch.logit_rows,
+            logits_to_keep=batch.asked_rows,
             baton_plan=AttentionPlan.of(batch, self._pool),
             baton_watch=watch,
         )
-        return output.logits[0].float()  # type: ignore[no-any-return]  # transformers is untyped here
+        return Outcome.of(output.logits[0], batch.logit_rows.shape[0])
 
     def close(self) -> None:
         """Drop weights and the view of the pool."""

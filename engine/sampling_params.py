@@ -50,6 +50,17 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token is that of the model's greatest logit, and nothing but the token is asked for."""
+        return (
+            self.is_greedy
+            and self.logprobs is None
+            and self.constraint is None
+            and self.repetition_penalty == 1.0
+            and not (self.presence_penalty or self.frequency_penalty or self.logit_bias)
+        )
+
     @classmethod
     def from_pb(cls, params: common_pb2.SamplingParams, vocab_tokens: int | None = None) -> "SamplingParams":
         """Validate a message. Stop strings are ignored: they are the gateway's.

@@ -99,6 +99,11 @@ class Sequence:
         return self.sampling.constraint is None or self.matcher is not None
 
     @property
+    def needs_logits(self) -> bool:
+        """Whether its next token takes more than to know which logit is the greatest."""
+        return not self.sampling.is_plain or self.num_output_tokens < self.sampling.min_tokens
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV has still to be computed (or received)."""
         return len(self.token_ids) - self.num_computed

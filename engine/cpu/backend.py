@@ -12,7 +12,7 @@ from common.config import EngineConfig
 from common.control_groups import usable_cores
 from common.errors import ConfigError
 from common.logs import log
-from engine.backend import BackendFacts, require_format
+from engine.backend import BackendFacts, Outcome, require_format
 from engine.batch import Batch
 from engine.cpu.architecture import Architecture, read_architecture
 from engine.cpu.build import Isa, supported_isas
@@ -121,7 +121,7 @@ class CpuBackend:
         self._pool = kv.raw()
         self._layout = kv.layout
 
-    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> Outcome:
         """Run one step; see engine.backend.Backend.
 
         Raises:
@@ -132,6 +132,7 @@ class CpuBackend:
         assert self._layout is not None
         layout, pool, num_rows = self._layout, self._pool, batch.logit_rows.shape[0]
         logits = torch.empty(num_rows, self._vocab_rows)
+        winners = torch.empty_like(batch.greedy_rows)
         segments = torch.tensor(batch.segments, dtype=torch.int32)
         tables = batch.block_tables.contiguous()
         marks = torch.tensor(() if watch is None else watch.marks, dtype=torch.int64)
@@ -149,6 +150,9 @@ class CpuBackend:
                 block_tables=tables.data_ptr(),
                 logit_rows=batch.logit_rows.data_ptr(),
                 logits=logits.data_ptr(),
+                num_greedy_rows=winners.shape[0],
+                greedy_rows=batch.greedy_rows.data_ptr(),
+                winners=winners.data_ptr(),
                 pool=pool.data_ptr(),
                 num_blocks=pool.shape[0],
                 num_pool_layers=layout.num_layers,
@@ -159,7 +163,7 @@ class CpuBackend:
                 layers_done=LayersDone() if watch is None else LayersDone(watch.reached),
             )
         )
-        return logits[:, : self._architecture.vocab]
+        return Outcome(logits[:, : self._architecture.vocab], winners)
 
     def close(self) -> None:
         """Stop the threads, drop weights and pool. Idempotent."""

@@ -97,6 +97,8 @@ class StepDesc(Structure):
         *((name, c_int64) for name in ("num_tokens", "num_segments", "table_width", "num_logit_rows", "logits_stride")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "segments", "block_tables", "logit_rows")),
         ("logits", c_void_p),
+        ("num_greedy_rows", c_int64),
+        *((name, c_void_p) for name in ("greedy_rows", "winners")),
         ("pool", c_void_p),
         *((name, c_int64) for name in ("num_blocks", "num_pool_layers", "block_tokens", "kv_format")),
         ("num_marks", c_int64),

@@ -9,7 +9,7 @@ import torch
 from common.config import EngineConfig
 from common.errors import ConfigError
 from engine.attention.paged import AttentionPlan, PagedPool
-from engine.backend import BackendFacts, require_format
+from engine.backend import BackendFacts, Outcome, require_format
 from engine.batch import Batch
 from engine.cuda.decode import DecodeSteps, is_decode_step
 from engine.kv_cache import KVMemory
@@ -63,8 +63,8 @@ class CudaBackend:
         self._steps = DecodeSteps(self._pool, partial(row_logits, self._model), is_graph=self._device.type == "cuda")
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> torch.Tensor:
-        """Return [R, vocab_tokens] fp32 logits on the device; see engine.backend.Backend.
+    def forward(self, batch: Batch, watch: LayerWatch | None = None) -> Outcome:
+        """Run one step; see engine.backend.Backend. What it returns is on the device.
 
         Returns when the GPU is done: transfers and tiers may read the step's KV, on streams of their own.
         """
@@ -74,9 +74,10 @@ class CudaBackend:
             logits = self._steps.run(batch)
         else:
             logits = self._ragged(batch, self._pool, watch)
+        outcome = Outcome.of(logits, batch.logit_rows.shape[0])
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return logits.float()
+        return outcome
 
     def close(self) -> None:
         """Drop weights, graphs and the view of the pool."""
@@ -90,7 +91,7 @@ class CudaBackend:
             input_ids=batch.token_ids[None].to(self._device),
             position_ids=batch.positions[None].to(self._device),
             use_cache=False,
-            logits_to_keep=batch.logit_rows.to(self._device),
+            logits_to_keep=batch.asked_rows.to(self._device),
             baton_plan=AttentionPlan.of(batch, pool),
             baton_watch=watch if events is None else LayerWatch(events.marks, events.asked_for),
         )

@@ -105,12 +105,12 @@ class DecodeSteps:
         self._steps: dict[tuple[int, int], DecodeStep] = {}
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Return [R, V] logits of `batch.logit_rows`; see `is_decode_step`."""
+        """Return [R + G, V] logits of `batch.asked_rows`; see `is_decode_step`."""
         rows, width = batch.block_tables.shape
         shape = (_power_of_two(rows), _power_of_two(width))
         if shape not in self._steps:
             self._steps[shape] = DecodeStep(*shape, self._pool, self._forward, self._graphs)
-        return self._steps[shape].run(batch)[batch.logit_rows.to(self._pool.rows.device)]
+        return self._steps[shape].run(batch)[batch.asked_rows.to(self._pool.rows.device)]
 
 
 def _power_of_two(number: int) -> int:

@@ -321,6 +321,27 @@ def test_a_weight_format_that_the_backend_lacks_is_refused_in_words(load: Callab
     assert re.search(r"engine\.weights=(bf16|q4) is not available here, only ", message)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_sequences_whose_logits_nobody_needs_get_the_same_tokens_beside_those_that_need_them(
+    family: str, load: Callable[..., Engine], generate: Callable[[str, list[int]], list[int]]
+) -> None:
+    engine = load(family)
+    rules: dict[str, Any] = {"max_tokens": NUM_NEW, "ignore_eos": True}
+    prompts = [_prompt(num_tokens) for num_tokens in (9, 5, 17, 30, 6)]
+    kinds = [
+        GREEDY,
+        SamplingParams(**rules, logprobs=1),
+        SamplingParams(**rules, min_tokens=NUM_NEW // 2),
+        SamplingParams(**rules, temperature=1.0, top_k=1),
+        GREEDY,
+    ]
+    sequences = [_start(engine, prompt, kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+    assert [sequence.needs_logits for sequence in sequences] == [False, True, True, True, False]
+
+    assert _finish(engine, *sequences) == [generate(family, prompt) for prompt in prompts]
+    assert not sequences[2].needs_logits  # since it has its least number of tokens
+
+
 def test_rules_that_shape_the_tokens_reach_the_sampler(load: Callable[..., Engine]) -> None:
     engine = load()
     rules = SamplingParams(max_tokens=NUM_NEW, temperature=1.0, seed=3, logit_bias={17: 1000.0}, logprobs=2)

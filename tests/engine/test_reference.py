@@ -22,7 +22,7 @@ def test_half_precision_is_close_to_fp32(
         kv = KVCache(layout_of(backend, backend.facts.kv_dtypes[0]), POOL_BLOCKS)
         kv.tensor()[:] = 0.5
         backend.attach(kv)
-        scores.append(backend.forward(decode_batch([0, 5, 17], Random(1))).log_softmax(-1))
+        scores.append(backend.forward(decode_batch([0, 5, 17], Random(1))).logits.log_softmax(-1))
         assert backend.facts.weights == name
         backend.close()
         kv.close()

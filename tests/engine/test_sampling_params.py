@@ -1,6 +1,7 @@
 """What a message says is either taken over exactly or refused with the field, the limit and the value."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,3 +70,18 @@ def test_what_makes_no_sense_is_refused_in_words(message: common_pb2.SamplingPar
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     assert SamplingParams.from_pb(Message(temperature=1e-6)).is_greedy
+
+
+def test_only_greedy_rules_that_ask_for_nothing_but_the_token_are_plain() -> None:
+    plain: list[dict[str, Any]] = [{}, {"max_tokens": 3, "seed": 5, "top_p": 0.5, "ignore_eos": True, "min_tokens": 2}]
+    others: list[dict[str, Any]] = [
+        {"temperature": 0.5},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -1.0},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 0.0}},
+        {"logprobs": 0},
+        {"constraint": "{}"},
+    ]
+
+    assert [SamplingParams(**rules).is_plain for rules in plain + others] == [True] * 2 + [False] * 7

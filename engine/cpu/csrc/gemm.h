@@ -47,23 +47,35 @@ INLINE TileFunction tile_function(const Matrix& m, i64 rows) {
     }
 }
 
+// One tile of rows times one panel of columns; `out` is the tile's own corner.
+INLINE void run_tile(const Activations& a, const Matrix& m, i64 panel, i64 tile, float* out, i64 stride, bool accumulate) {
+    const i64 row = a.tile_begin(tile);
+    const Tile t{a.values(row),  a.scales(row),
+                 a.sums(row),    a.offsets(row),
+                 m.data + panel * m.panel_bytes(), m.k / kBlock,
+                 out,            stride,
+                 accumulate};
+    tile_function(m, a.tile_begin(tile + 1) - row)(t);
+}
+
+// Calls f(panel, tile) for every tile of the panels [begin, end), pass by pass.
+template <class F>
+INLINE void each_tile(const Activations& a, i64 begin, i64 end, const F& f) {
+    for (i64 pass = 0; pass < a.num_tiles(); pass += kPassTiles) {
+        const i64 last = std::min(a.num_tiles(), pass + kPassTiles);
+        for (i64 panel = begin; panel < end; panel++)
+            for (i64 tile = pass; tile < last; tile++) f(panel, tile);
+    }
+}
+
+inline i64 panel_grain(const Team& team, i64 panels) { return std::max<i64>(1, panels / (team.size() * kChunksPerThread)); }
+
 inline void gemm(Team& team, const Activations& a, const Matrix& m, float* out, i64 stride, bool accumulate) {
-    const i64 panels = m.n / kPanel, blocks = m.k / kBlock;
-    const i64 grain = std::max<i64>(1, panels / (team.size() * kChunksPerThread));
-    team.share(panels, grain, [&](i64 begin, i64 end) {
-        for (i64 pass = 0; pass < a.num_tiles(); pass += kPassTiles) {
-            const i64 last = std::min(a.num_tiles(), pass + kPassTiles);
-            for (i64 panel = begin; panel < end; panel++)
-                for (i64 tile = pass; tile < last; tile++) {
-                    const i64 row = a.tile_begin(tile);
-                    const Tile t{a.values(row),  a.scales(row),
-                                 a.sums(row),    a.offsets(row),
-                                 m.data + panel * m.panel_bytes(), blocks,
-                                 out + row * stride + panel * kPanel, stride,
-                                 accumulate};
-                    tile_function(m, a.tile_begin(tile + 1) - row)(t);
-                }
-        }
+    const i64 panels = m.n / kPanel;
+    team.share(panels, panel_grain(team, panels), [&](i64 begin, i64 end) {
+        each_tile(a, begin, end, [&](i64 panel, i64 tile) __attribute__((always_inline)) {
+            run_tile(a, m, panel, tile, out + a.tile_begin(tile) * stride + panel * kPanel, stride, accumulate);
+        });
     });
 }
 

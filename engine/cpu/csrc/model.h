@@ -42,6 +42,9 @@ struct StepDesc {
     const int32_t* block_tables;
     const i64* logit_rows;
     float* logits;
+    i64 num_greedy_rows;
+    const i64* greedy_rows;
+    i64* winners;  // [num_greedy_rows]
     void* pool;
     i64 num_blocks, num_pool_layers, block_tokens, kv_format;
     i64 num_marks;

@@ -53,6 +53,13 @@ INLINE Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_I
 INLINE Vec pow2(Vec n) {  // 2^n of integral n
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+// most = v and tag_of_most = tag where v is greater, or is the first NaN.
+INLINE void keep_greater(Vec v, Vec tag, float* most, float* tag_of_most) {
+    const Vec old = load(most);
+    const __mmask16 better = _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(old, old, _CMP_ORD_Q), v, old, _CMP_NLE_UQ);
+    _mm512_mask_storeu_ps(most, better, v);
+    _mm512_mask_storeu_ps(tag_of_most, better, tag);
+}
 // The sums of four vectors, in order.
 INLINE __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
     const auto fold = [](Vec v) __attribute__((always_inline)) {
@@ -94,6 +101,12 @@ INLINE float max_of(Vec v) {
 INLINE Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Vec pow2(Vec n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+INLINE void keep_greater(Vec v, Vec tag, float* most, float* tag_of_most) {  // as above
+    const Vec old = load(most);
+    const Vec better = _mm256_and_ps(_mm256_cmp_ps(old, old, _CMP_ORD_Q), _mm256_cmp_ps(v, old, _CMP_NLE_UQ));
+    store(most, _mm256_blendv_ps(old, v, better));
+    store(tag_of_most, _mm256_blendv_ps(load(tag_of_most), tag, better));
 }
 INLINE __m128 sum4(Vec a, Vec b, Vec c, Vec d) {
     const __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));

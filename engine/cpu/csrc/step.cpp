@@ -1,4 +1,4 @@
-// A whole step: embedding, every layer, logits. One parallel region; each phase of a layer ends in a barrier.
+// A whole step: embedding, every layer, head. One parallel region; each phase of a layer ends in a barrier.
 //
 //   rows    x -> norm -> quantise                 heads   attention parts and tiles
 //   gemm    q, k, v                               rows    merge parts -> quantise
@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "gemm.h"
+#include "head.h"
 #include "model.h"
 #include "team.h"
 
@@ -76,6 +77,8 @@ class Model {
         if (row != s.num_tokens) return "segments do not cover the tokens";
         for (i64 r = 0; r < s.num_logit_rows; r++)
             if (s.logit_rows[r] < 0 || s.logit_rows[r] >= s.num_tokens) return "a logit row is beyond the batch";
+        for (i64 r = 0; r < s.num_greedy_rows; r++)
+            if (s.greedy_rows[r] < 0 || s.greedy_rows[r] >= s.num_tokens) return "a greedy row is beyond the batch";
         if (s.kv_format < kKvFloat || s.kv_format > kKvByte) return "the pool has an unknown format";
         if (s.num_pool_layers != desc_.num_layers) return "the pool has another number of layers";
         return nullptr;
@@ -104,7 +107,8 @@ class Model {
         output_in_.shape(rows, attention_width(), Precision(first.output.precision));
         gate_up_in_.shape(rows, padded(desc_.hidden), Precision(first.gate_up.precision));
         down_in_.shape(rows, intermediate_width(), Precision(first.down.precision));
-        head_in_.shape(std::max<i64>(1, s.num_logit_rows), padded(desc_.hidden), Precision(head.precision));
+        head_in_.shape(std::max<i64>(1, s.num_logit_rows + s.num_greedy_rows), padded(desc_.hidden), Precision(head.precision));
+        head_.prepare(team_, head, s.num_greedy_rows);
         row_segment_.resize(rows);
         for (i64 i = 0; i < s.num_segments; i++)
             for (i64 r = 0; r < segments(s)[i].num_rows; r++) row_segment_[segments(s)[i].first_row + r] = int32_t(i);
@@ -163,7 +167,7 @@ class Model {
             // Every thread has passed the barriers behind this layer's K and V.
             if (std::this_thread::get_id() == caller_) s.layers_done(l + 1);
         }
-        logits(s);
+        answer(s);
     }
 
     template <class T>
@@ -303,19 +307,17 @@ class Model {
         std::terminate();
     }
 
-    void logits(const StepDesc& s) {
-        if (s.num_logit_rows == 0) return;
-        rows(s.num_logit_rows, [&](i64 row) {
+    void answer(const StepDesc& s) {
+        const i64 count = s.num_logit_rows + s.num_greedy_rows;
+        if (count == 0) return;
+        rows(count, [&](i64 row) {
+            const i64 token = row < s.num_logit_rows ? s.logit_rows[row] : s.greedy_rows[row - s.num_logit_rows];
             float* normal = scratch(padded(desc_.hidden));
-            rms_norm(x(s.logit_rows[row]), desc_.final_norm, desc_.hidden, desc_.epsilon, normal);
+            rms_norm(x(token), desc_.final_norm, desc_.hidden, desc_.epsilon, normal);
             head_in_.set_row(row, normal);
         });
-        gemm(team_, head_in_, desc_.head, s.logits, s.logits_stride, false);
-        if (desc_.logit_softcap == 0.f) return;
-        rows(s.num_logit_rows, [&](i64 row) {
-            float* out = s.logits + row * s.logits_stride;
-            for (i64 i = 0; i < s.logits_stride; i += VL) store(out + i, cap(load(out + i), desc_.logit_softcap));
-        });
+        head_.run(team_, head_in_, desc_.head,
+                  {desc_.vocab, desc_.logit_softcap, s.num_logit_rows, s.logits, s.logits_stride, s.winners});
     }
 
     const ModelDesc desc_;
@@ -326,6 +328,7 @@ class Model {
     std::vector<float> x_, block_, qkv_, attention_, gate_up_, partial_, angles_[2];
     std::vector<int32_t> row_segment_;
     std::vector<Plan> plans_;
+    Head head_;
     Activations qkv_in_, output_in_, gate_up_in_, down_in_, head_in_;
 };
 

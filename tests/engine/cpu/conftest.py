@@ -48,6 +48,12 @@ class Harness:
 
     def run(self, *pieces: tuple[Any, ...]) -> list[torch.Tensor]:
         """Run one step of Chunk pieces; return [num_rows, vocab] logits of each."""
+        batch = self.batch(*pieces).asking_all()
+        logits = self.backend.forward(batch).logits
+        return [logits[s.first_row : s.first_row + s.num_rows].clone() for s in batch.segments]
+
+    def batch(self, *pieces: tuple[Any, ...]) -> Batch:
+        """Return a step of Chunk pieces that asks for nothing."""
         chunks = [Chunk(*piece) for piece in pieces]
         bs, width = self.block_tokens, max(len(c.table) for c in chunks)
         segments: list[Segment] = []
@@ -60,16 +66,15 @@ class Harness:
             positions += places
             slots += [chunk.table[p // bs] * bs + p % bs for p in places]
         tables = [c.table + c.table[:1] * (width - len(c.table)) for c in chunks]
-        batch = Batch(
+        return Batch(
             torch.tensor([t for c in chunks for t in c.token_ids]),
             torch.tensor(positions),
             torch.tensor(slots),
             tuple(segments),
             torch.tensor(tables, dtype=torch.int32),
-            torch.arange(len(positions)),
+            torch.arange(0),
+            torch.arange(0),
         )
-        logits = self.backend.forward(batch)
-        return [logits[s.first_row : s.first_row + s.num_rows].clone() for s in segments]
 
     def close(self) -> None:
         self.backend.close()

@@ -32,4 +32,5 @@ def decode_batch(lengths: list[int], rng: Random) -> Batch:
         tuple(Segment(row, 1, length, is_decode=True) for row, length in enumerate(lengths)),
         padded,
         torch.arange(len(lengths)),
+        torch.arange(0),
     )

@@ -82,7 +82,7 @@ def test_a_decode_step_of_any_shape_equals_the_reference(
     pool.tensor()[:] = content
     batch = decode_batch(lengths, Random(seed))
 
-    expected, got = reference.forward(batch), cuda.forward(batch)
+    expected, got = reference.forward(batch).logits, cuda.forward(batch).logits
 
     assert torch.allclose(got, expected, atol=1e-3, rtol=1e-3)
     assert torch.allclose(pool.tensor(), kv.tensor(), atol=1e-3, rtol=1e-3)  # nothing was written elsewhere
@@ -97,7 +97,7 @@ def test_what_lies_beyond_a_sequence_does_not_matter_even_if_it_is_not_finite(pa
         for segment, table in zip(batch.segments, batch.block_tables.tolist(), strict=True):
             for place in range(segment.num_context):
                 pool.tensor()[table[place // BLOCK_TOKENS], :, :, place % BLOCK_TOKENS] = 0.25
-        outcomes.append(cuda.forward(batch))
+        outcomes.append(cuda.forward(batch).logits)
 
     assert torch.equal(*outcomes)
     assert outcomes[0].isfinite().all()
@@ -283,7 +283,7 @@ def test_weights_and_kv_are_half_precision_unless_asked_for_otherwise(
 
     assert (backend.facts.weights, backend.facts.kv_dtypes[0]) == (weights, kv_dtype)
     backend.attach(KVCache(layout_of(backend, kv_dtype), POOL_BLOCKS))
-    logits = backend.forward(decode_batch([0, 0], Random(1)))
+    logits = backend.forward(decode_batch([0, 0], Random(1))).logits
     assert logits.dtype == torch.float32
     with pytest.raises(ConfigError, match=r"engine\.weights=q4 is not available here, only bf16, fp16, fp32"):
         CudaBackend.load(tiny_model("llama"), EngineConfig(weights="q4"), CPU)
