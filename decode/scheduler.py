@@ -2,6 +2,7 @@
 
 import bisect
 import enum
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -162,20 +163,16 @@ class DecodeScheduler(Generic[S]):
         """
         chunks: list[PlannedChunk[S]] = []
         preempted: list[S] = []
+        prompts: list[S] = []
         for stream in list(self.running):
-            is_decoding = stream.phase is Phase.RUNNING and stream.sequence.num_uncomputed == 1
-            is_decoding = is_decoding and stream.sequence.is_ready
-            if is_decoding and self._grow(stream, preempted):
+            if stream.phase is not Phase.RUNNING or not stream.sequence.is_ready:
+                continue
+            if stream.sequence.num_uncomputed > 1:
+                prompts.append(stream)
+            elif self._grow(stream, preempted):
                 chunks.append(PlannedChunk(stream, 1))
-        budget = self._token_budget - len(chunks)
-        if chunks and self._chunk_budget is not None:
-            budget = min(budget, self._chunk_budget.tokens())
-        for stream in sorted(self.running, key=_rank):
-            num_tokens = min(budget, stream.sequence.num_uncomputed)
-            if stream.sequence.num_uncomputed > 1 and num_tokens > 0 and stream.sequence.is_ready:
-                chunks.append(PlannedChunk(stream, num_tokens))
-                budget -= num_tokens
-                self._num_scheduled_tokens += num_tokens
+        if prompts:
+            chunks += self._prompt_chunks(prompts, len(chunks))
         return StepPlan(chunks, preempted)
 
     def ran(self, chunks: Seq[PlannedChunk[S]], seconds: float) -> None:
@@ -183,6 +180,18 @@ class DecodeScheduler(Generic[S]):
         if self._chunk_budget is not None:
             sizes = [num_tokens for _, num_tokens in chunks]
             self._chunk_budget.observe(sizes.count(1), sum(size for size in sizes if size > 1), seconds)
+
+    def _prompt_chunks(self, prompts: list[S], num_decoding: int) -> Iterator[PlannedChunk[S]]:
+        budget = self._token_budget - num_decoding
+        if num_decoding and self._chunk_budget is not None:
+            budget = min(budget, self._chunk_budget.tokens())
+        for stream in sorted(prompts, key=_rank):
+            num_tokens = min(budget, stream.sequence.num_uncomputed)
+            if num_tokens <= 0:
+                return
+            yield PlannedChunk(stream, num_tokens)
+            budget -= num_tokens
+            self._num_scheduled_tokens += num_tokens
 
     def _reserve(self, stream: S) -> bool:
         """Take the cached prefix and blocks for the rest, and one token more, so that its first decode needs none."""

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-_SETTLE_S = 2.0
-"""After the first token the worker's own events say what it holds; this is what they may take."""
 _AGE_MAX_S = 300.0
 """A prompt that is not prefilled after so long is not expected to be."""
 _WORKERS_MAX = 32
@@ -34,7 +32,8 @@ class ExpectedBlocks:
     def __init__(self) -> None:
         self._by_prefix: dict[bytes, dict[str, _Expected]] = {}
         self._by_key: dict[object, _Expected] = {}
-        self._settling: deque[tuple[float, _Expected]] = deque()
+        self._untold: dict[str, list[_Expected]] = {}
+        """By worker: prefilled, but the worker has not reported since."""
         self._ageing: deque[_Expected] = deque()
 
     def __len__(self) -> int:
@@ -51,11 +50,16 @@ class ExpectedBlocks:
         for index in _marks(len(chain)):
             self._by_prefix.setdefault(chain[index], {})[worker_id] = entry
 
-    def settle(self, key: object, now: float) -> None:
-        """The prompt was prefilled: soon the worker's own events tell. An unknown key is all right."""
+    def settle(self, key: object) -> None:
+        """The prompt was prefilled: the worker's next report tells of its blocks. An unknown key is all right."""
         entry = self._by_key.pop(key, None)
-        if entry is not None:
-            self._settling.append((now + _SETTLE_S, entry))
+        if entry is not None and not entry.is_gone:
+            self._untold.setdefault(entry.worker_id, []).append(entry)
+
+    def reported(self, worker_id: str) -> None:
+        """Leave what a worker has prefilled to its own events, which are known up to now."""
+        for entry in self._untold.pop(worker_id, ()):
+            self._forget(entry)
 
     def drop(self, key: object) -> None:
         """The prompt will not be prefilled. An unknown key is all right."""
@@ -67,9 +71,7 @@ class ExpectedBlocks:
         """A worker is gone, and whatever was to be there."""
         for key in [key for key, entry in self._by_key.items() if entry.worker_id == worker_id]:
             self.drop(key)
-        for _, entry in self._settling:
-            if entry.worker_id == worker_id:
-                self._forget(entry)
+        self.reported(worker_id)
 
     def find(self, chain: Sequence[bytes], now: float) -> Mapping[str, int]:
         """Return how many leading blocks of a chain are expected where."""
@@ -89,8 +91,6 @@ class ExpectedBlocks:
         return found
 
     def _expire(self, now: float) -> None:
-        while self._settling and self._settling[0][0] <= now:
-            self._forget(self._settling.popleft()[1])
         while self._ageing and (self._ageing[0].is_gone or self._ageing[0].added_at + _AGE_MAX_S <= now):
             self._forget(self._ageing.popleft())
 

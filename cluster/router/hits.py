@@ -1,6 +1,6 @@
 """Who holds how much of one prompt: the answer of the prefix index to one question."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -42,14 +42,18 @@ class Hits(NamedTuple):
         """Return how many of them are in its pool or its host's memory."""
         return _blocks(self.in_memory, self.bits.get(worker_id, 0))
 
-    def names_of(self, holders: int) -> list[str]:
-        """Return the workers in a bit set."""
-        names = []
+    def names_of(self, holders: int, start: int = 0) -> Iterator[str]:
+        """Yield the workers in a bit set, from bit `start` on and then from the first one on."""
+        later = holders >> start
+        yield from self._names(later, start)
+        yield from self._names(holders ^ later << start, 0)
+
+    def _names(self, holders: int, offset: int) -> Iterator[str]:
         while holders:
-            lowest = holders & -holders
-            names.append(self.names[lowest.bit_length() - 1])
-            holders ^= lowest
-        return names
+            below = (holders & -holders).bit_length()
+            offset += below
+            yield self.names[offset - 1]
+            holders >>= below
 
     def raised(self, expected: Mapping[str, int]) -> "Hits":
         """Return the hits with these workers' at least so high, in the pool."""

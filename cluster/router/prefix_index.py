@@ -106,6 +106,11 @@ class PrefixIndex:
         held = self._workers.get(worker_id)
         return 0 if held is None else sum(entry.num_keys for entry in held.entries.values())
 
+    def holds_any(self, worker_id: str) -> bool:
+        """Whether a worker holds a block."""
+        held = self._workers.get(worker_id)
+        return held is not None and any(entry.num_keys for entry in held.entries.values())
+
     @property
     def num_blocks(self) -> int:
         """Blocks of all workers together."""

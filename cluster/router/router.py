@@ -142,7 +142,7 @@ class Router:
             self.expected.drop(reservation)
             return
         now = self.now()
-        self.expected.settle(reservation, now)
+        self.expected.settle(reservation)
         if (explanation := self._reservations.get(reservation)) is not None:
             explanation.observed_ttft_s = observed_s = now - reservation.placed_at
             self._traffic.waited(explanation.predicted_wait_s, observed_s - explanation.predicted_busy_s)
@@ -153,7 +153,7 @@ class Router:
         placement = reservation.placement
         if placement is not None and num_blocks:
             worker_id = (placement.prefill or placement.decode).worker_id
-            is_silent = self._silence.ended(worker_id, self.index.num_blocks_of(worker_id) > 0)
+            is_silent = self._silence.ended(worker_id, self.index.holds_any(worker_id))
             self.counters["silent_cache"] += is_silent
 
     def now(self) -> float:
@@ -200,6 +200,7 @@ class Router:
         if worker is None or worker.facts is None or worker.state is State.REFUSED:
             return
         worker.take_report(load, self.now())
+        self.expected.reported(worker_id)
         state = State.DRAINING if load.is_draining else State.READY
         if worker.state is not state:
             self.workers.move(worker, state, "asked to drain" if load.is_draining else "")

@@ -96,6 +96,8 @@ class DecodeWorker(SimulatedWorker):
         self._stretch: Stretch | None = None
         self._num_applied = 0
         """Steps of the stretch that the books know of."""
+        self._num_quiet = 0
+        """So many leading steps of the stretch fill no block: meanwhile the pool is as it was when it began."""
         self.num_preemptions = 0
         self._end_number = 0
 
@@ -200,13 +202,16 @@ class DecodeWorker(SimulatedWorker):
         plan = self._scheduler.plan()
         self.num_preemptions += len(plan.preempted)
         self._decoding, self._prompts = [], []
+        fresh: list[_SimulatedStream] = []
         step, extra_s, context = self._profile.step, 0.0, 0
         for chunk in plan.chunks:
             stream, num_tokens = chunk
             sequence = stream.sequence
-            if sequence.num_uncomputed == 1 and sequence.num_output_tokens:
+            if sequence.num_uncomputed == 1 and (num_output := sequence.num_output_tokens):
                 self._decoding.append(stream)
                 context += sequence.num_tokens
+                if num_output == 1:
+                    fresh.append(stream)
                 continue
             self._prompts.append(chunk)
             extra_s += step.prefill_s(num_tokens, sequence.num_computed)
@@ -216,14 +221,21 @@ class DecodeWorker(SimulatedWorker):
         if not plan.chunks:
             self._stretch = None
             return
-        num_steps = 1
+        num_steps, self._num_quiet = 1, 0
         if not self._prompts and not plan.preempted:  # what was preempted may be admitted again at the next step
             num_steps = min(self._num_fitting(), self._num_until_one_ends(), self._stretch_max)
-        self._stretch = Stretch.of(step, now, num_steps, len(self._decoding), context, extra_s)
-        self._await_end(self._stretch)
+            self._num_quiet = self._num_until_a_block_is_full()
+        self._stretch = stretch = Stretch.of(step, now, num_steps, len(self._decoding), context, extra_s)
+        for stream in fresh:
+            stream.job.second_token = stretch.end_of(1)
+        self._await_end(stretch)
 
     def _num_until_one_ends(self) -> int:
         return min(stream.end_tokens - stream.sequence.num_tokens for stream in self._decoding)
+
+    def _num_until_a_block_is_full(self) -> int:
+        block_tokens = self.books.block_tokens
+        return block_tokens - 1 - max(stream.sequence.num_computed % block_tokens for stream in self._decoding)
 
     def _num_fitting(self) -> int:
         """Return how many steps, the running one among them, are sure to find blocks for all sequences of the batch."""
@@ -251,11 +263,10 @@ class DecodeWorker(SimulatedWorker):
         self._apply(stretch.num_steps)
         self.done.add_stretch(stretch)
         self._stretch = None
-        for stream in self._decoding:
-            if self._keeps_gaps:
+        if self._keeps_gaps:
+            for stream in self._decoding:
                 stream.stretches.append(stretch)
-            if stream.sequence.num_output_tokens == stretch.num_steps + 1:
-                stream.job.second_token = stretch.end_of(1)
+        for stream in self._decoding:
             if stream.sequence.num_tokens == stream.end_tokens:
                 self._finish(stream)
         for chunk in self._prompts:
@@ -265,16 +276,26 @@ class DecodeWorker(SimulatedWorker):
 
     def _catch_up(self) -> None:
         """Bring the books up to the steps that are over; the last one of a stretch is `_end`'s."""
-        if self._stretch is not None:
-            self._apply(self._stretch.steps_begun(self._timeline.now()) - 1)
+        if self._stretch is None:
+            return
+        num_steps = self._stretch.steps_begun(self._timeline.now()) - 1
+        if num_steps > max(self._num_quiet, self._num_applied):
+            self._apply(num_steps)
 
     def _apply(self, num_steps: int) -> None:
         """Note that so many steps of the stretch are over, as far as they decode."""
         fresh, self._num_applied = num_steps - self._num_applied, num_steps
-        if not fresh:
+        if num_steps > self._num_quiet:
+            self._apply_blocks(fresh, is_over=self._stretch is not None and num_steps == self._stretch.num_steps)
             return
+        for stream in self._decoding:
+            sequence = stream.sequence
+            sequence.num_tokens += fresh
+            sequence.num_computed += fresh
+
+    def _apply_blocks(self, fresh: int, *, is_over: bool) -> None:
+        """Note so many further steps, and the blocks that they have filled and taken."""
         block_tokens = self.books.block_tokens
-        is_over = self._stretch is not None and num_steps == self._stretch.num_steps
         for stream in self._decoding:
             sequence = stream.sequence
             sequence.num_tokens += fresh
@@ -283,11 +304,7 @@ class DecodeWorker(SimulatedWorker):
             if need > len(sequence.block_table) * block_tokens:
                 missing = self.books.blocks_for(need) - len(sequence.block_table)
                 sequence.block_table += self.books.pool.allocate(missing)
-            num_computed = sequence.num_tokens - 1
-            if num_computed // block_tokens > sequence.num_computed // block_tokens:
-                self.books.advance(sequence, num_computed)
-            else:  # no block is full: the same, without the call
-                sequence.num_computed = num_computed
+            self.books.advance(sequence, sequence.num_tokens - 1)
 
     def _apply_prompt(self, chunk: _Chunk, stretch: Stretch) -> None:
         stream, num_tokens = chunk

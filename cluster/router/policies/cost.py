@@ -1,6 +1,7 @@
 """The least time, of this request and of those it hinders, within the targets. See README.md."""
 
 from collections.abc import Sequence
+from itertools import islice
 from random import Random
 from typing import Protocol
 
@@ -12,8 +13,9 @@ _FEW = 4
 """Holders of equally much of a prompt that are weighed one by one; of more, only the least busy."""
 _LEVELS = 4
 """Deepest levels of holders that are weighed."""
-_MANY = 64
-"""Candidates that are looked at one by one; of more, so many from a random place on: their least busy is as good."""
+_MANY, _HOLDERS = 32, 16
+"""Candidates, and holders of equally much, that are looked at one by one; of more, so many from a random place on: their
+least busy is as good."""
 _NEARLY, _NEARLY_S = 0.02, 1e-4
 """Loads within this share and these seconds of the least are equal, and chance decides."""
 _EQUAL = Margin(_NEARLY, _NEARLY_S)
@@ -61,10 +63,9 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
         count = level.holders.bit_count()
         if count > _FEW and level.holders & hits.bits.get(idlest.worker_id, 0):
             continue  # the least busy of all is the least busy of these
-        if count <= _MANY:
-            members = [group.by_id[name] for name in hits.names_of(level.holders) if name in group.by_id]
-        else:
-            members = [member for member in seen if level.holders & hits.bits.get(member.worker_id, 0)]
+        start = rng.randrange(len(hits.names)) if count > _HOLDERS else 0
+        holders = (group.by_id[name] for name in hits.names_of(level.holders, start) if name in group.by_id)
+        members = list(islice(holders, _HOLDERS))
         if len(members) > _FEW:
             members = [_least(members, loads(question, members), rng)]
         found.update((candidate.worker_id, candidate) for candidate in members)

@@ -33,15 +33,17 @@ def test_each_worker_is_found_with_its_own() -> None:
     assert expected.find([], 0.0) == {}
 
 
-def test_they_outlive_the_first_token_until_the_workers_own_events_can_be_there() -> None:
+def test_they_outlive_the_first_token_until_the_worker_has_reported() -> None:
     expected = ExpectedBlocks()
     expected.add("a", "w", CHAIN, 0.0)
-
-    expected.settle("a", 10.0)
-    expected.settle("a", 10.0)
+    expected.reported("w")
+    expected.settle("a")
+    expected.settle("a")
+    expected.reported("another")
 
     assert expected.find(CHAIN, 11.0) == {"w": 40}
-    assert expected.find(CHAIN, 13.0) == {}
+    expected.reported("w")
+    assert expected.find(CHAIN, 11.0) == {}
     assert len(expected) == 0
 
 
@@ -61,10 +63,10 @@ def test_a_lost_workers_prompts_are_forgotten_and_the_others_are_not() -> None:
     expected.add("a", "w0", CHAIN, 0.0)
     expected.add("b", "w0", sibling(30), 0.0)
     expected.add("c", "w1", sibling(20), 0.0)
-    expected.settle("b", 0.0)
+    expected.settle("b")
 
     expected.forget("w0")
-    expected.settle("a", 0.0)
+    expected.settle("a")
 
     assert expected.find(CHAIN, 0.5) == {"w1": 20}
 
@@ -83,8 +85,10 @@ def test_storms_leave_nothing_behind() -> None:
     for number in range(300):
         expected.add(number, f"w{number % 3}", sibling(number % 40, mark=1000 * number), float(number))
         if number % 3:
-            (expected.settle if number % 2 else lambda key, _: expected.drop(key))(number, float(number))
+            (expected.settle if number % 2 else expected.drop)(number)
 
+    for number in range(3):
+        expected.reported(f"w{number}")
     expected.find(CHAIN, 10_000.0)
 
     assert len(expected) == 0
