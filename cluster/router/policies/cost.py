@@ -14,8 +14,7 @@ _FEW = 4
 _LEVELS = 4
 """Deepest levels of holders that are weighed."""
 _MANY, _HOLDERS = 32, 16
-"""Candidates, and holders of equally much, that are looked at one by one; of more, so many from a random place on: their
-least busy is as good."""
+"""Candidates, holders of equally much: looked at one by one; of more, so many from a random place on are as good."""
 _NEARLY, _NEARLY_S = 0.02, 1e-4
 """Loads within this share and these seconds of the least are equal, and chance decides."""
 _EQUAL = Margin(_NEARLY, _NEARLY_S)
