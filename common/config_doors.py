@@ -156,6 +156,9 @@ class GatewayConfig(Node):
     """How the model writes tool calls; `auto`: by its chat template, `hermes` where that tells nothing."""
     reasoning: Literal["auto", "think", "none"] = "auto"
     """Whether answers may begin with `<think>...</think>`, which is told apart; `auto`: by the chat template."""
+    log_texts_max: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Characters of each prompt and of each answer that go to the gateway's log (level INFO), with the request's id.
+    0: what clients ask and are answered is in no log of any process."""
     request: RequestLimitsConfig = RequestLimitsConfig()
     """What one request may hold."""
     prices: PricesConfig = PricesConfig()

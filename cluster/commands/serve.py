@@ -13,6 +13,7 @@ from typing import Any
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster import model_store
 from cluster.commands.report import Report
+from cluster.gateway import texts_log
 from cluster.launcher import processes
 from cluster.launcher.launcher import RayLauncher
 from cluster.launcher.ray_cluster import RayCluster
@@ -143,6 +144,8 @@ class _Serving:
         threads = threads_of_roles(self._config, hosts)
         if (complaint := crowded(threads, self._config, hosts)) is not None:
             self._report.step(f"WARNING: {complaint}")
+        if (warning := texts_log.complaint(self._config.gateway.log_texts_max)) is not None:
+            self._report.step(f"WARNING: {warning}")
         specs = service_specs(self._config, model, threads)
         for spec in specs:
             self._report.doing(spec.member.name, f"starting {spec.member.name}")

@@ -20,6 +20,7 @@ from cluster.gateway.permissions import check_may_use, for_caller, longest_answe
 from cluster.gateway.progress import Delta, Progress
 from cluster.gateway.request import Request, check_model, check_window, request_from_pb
 from cluster.gateway.router_client import Reservation, RouterClient, Wanted
+from cluster.gateway.texts_log import TextsLog
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER, Caller
 from cluster.tenants.quotas import RequestUse, Uses
@@ -75,6 +76,7 @@ class Generator:
         self._uses = uses
         self._clock = clock
         self._metrics = metrics
+        self._texts = TextsLog(text, config.log_texts_max)
         self._random = Random(secrets.randbits(64))
         self._count = 0
         self._id = secrets.token_hex(4)
@@ -106,20 +108,24 @@ class Generator:
                 names_class=message.priority != common_pb2.PRIORITY_UNSPECIFIED,
             )
             prepared = await self._prepare(request, caller, use)
+            self._texts.prompt(request.request_id, caller.tenant, prepared.token_ids)
             reading = self._formats.reading(request.tools, prepared.thinking)
             progress = Progress(
                 request, prepared.token_ids, received_s, self._text, self._facts.eos_token_ids, self._clock, reading
             )
             deadline_s = received_s + timeout_s
             metrics = self._metrics.stream(received_s)
-            async with aclosing(self._serve(prepared, progress, deadline_s)) as deltas:
-                async for delta in deltas:
-                    metrics.took(delta)
-                    use.took(len(delta.token_ids))
-                    if delta.finished is not None:
-                        add_cost(delta.finished.usage, self._config.prices)
-                        use.finished(delta.finished.usage)
-                    yield delta
+            try:
+                async with aclosing(self._serve(prepared, progress, deadline_s)) as deltas:
+                    async for delta in deltas:
+                        metrics.took(delta)
+                        use.took(len(delta.token_ids))
+                        if delta.finished is not None:
+                            add_cost(delta.finished.usage, self._config.prices)
+                            use.finished(delta.finished.usage)
+                        yield delta
+            finally:
+                self._texts.answer(request.request_id, caller.tenant, progress.token_ids)
 
     async def explanation(self, request_id: str) -> router_pb2.ExplainReply:
         """Return why a request went where it did; empty if the router cannot say."""
