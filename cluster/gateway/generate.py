@@ -128,9 +128,9 @@ class Generator:
                 self._texts.answer(request.request_id, caller.tenant, progress.token_ids)
 
     async def explanation(self, request_id: str) -> router_pb2.ExplainReply:
-        """Return why a request went where it did; empty if the router cannot say."""
+        """Return why a request of the caller's tenant went where it did; empty if the router cannot say."""
         try:
-            return await self._router.explain(request_id)
+            return await self._router.explain(request_id, CALLER.get().tenant)
         except WorkerLostError:
             return router_pb2.ExplainReply()
 

@@ -188,14 +188,14 @@ class RouterClient:
         with typed_rpc_errors():
             return await self._stub.GetRouterStatus(router_pb2.GetRouterStatusRequest(), timeout=_STATUS_TIMEOUT_S)
 
-    async def explain(self, request_id: str) -> router_pb2.ExplainReply:
-        """Return why a request went where it did.
+    async def explain(self, request_id: str, tenant: str | None = None) -> router_pb2.ExplainReply:
+        """Return why a request went where it did; with a tenant, only if it was that tenant's.
 
         Raises:
             WorkerLostError: the router is away.
         """
         with typed_rpc_errors():
-            request = router_pb2.ExplainRequest(request_id=request_id)
+            request = router_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
             return await self._stub.Explain(request, timeout=_STATUS_TIMEOUT_S)
 
     async def run(self) -> None:

@@ -23,6 +23,8 @@ class Explanation:
     """Of this: what was ahead of it then."""
     predicted_busy_s: float
     """And its own prefill."""
+    tenant: str = ""
+    """Whose request it was."""
     observed_ttft_s: float | None = None
     """Likewise; None: no token yet."""
 
@@ -46,9 +48,15 @@ class Explanations:
         self._ring.append(explanation)
         self._by_request.setdefault(explanation.request_id, []).append(explanation)
 
-    def of(self, request_id: str) -> Sequence[Explanation]:
-        """Return a request's placements, the first one first; more than one if a worker failed it."""
-        return tuple(self._by_request.get(request_id, ()))
+    def of(self, request_id: str, tenant: str | None = None) -> Sequence[Explanation]:
+        """Return a request's placements, the first one first; more than one if a worker failed it.
+
+        Args:
+            request_id: the client's: several requests may have it.
+            tenant: whose requests are meant; None: everybody's.
+        """
+        found = self._by_request.get(request_id, ())
+        return tuple(each for each in found if tenant is None or each.tenant == tenant)
 
     def latest(self, count: int) -> Sequence[Explanation]:
         """Return the last placements, the latest last."""

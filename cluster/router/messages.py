@@ -113,6 +113,7 @@ def request_from_pb(request: router_pb2.PlaceRequest) -> PlacementRequest:
         excluded=frozenset(request.excluded_worker_ids),
         ttft_target_s=request.ttft_target_s if request.HasField("ttft_target_s") else None,
         tpot_target_s=request.tpot_target_s if request.HasField("tpot_target_s") else None,
+        tenant=request.tenant,
     )
 
 

@@ -20,6 +20,8 @@ class PlacementRequest(NamedTuple):
     """Workers that failed this request already."""
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
+    tenant: str = ""
+    """Whose it is; placements do not depend on it."""
 
 
 class Placement(NamedTuple):

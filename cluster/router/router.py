@@ -312,6 +312,7 @@ class Router:
             first.ttft_s,
             first.wait_s / question.outlook.wait_factor,
             first.ttft_s - first.wait_s,
+            request.tenant,
         )
         self.explanations.add(explanation)
         self._reservations[reservation] = explanation

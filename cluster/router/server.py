@@ -101,7 +101,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         context: _Context,  # noqa: ARG002
     ) -> router_pb2.ExplainReply:
         """Say why a request went where it did."""
-        return explanations_to_pb(self._router.explanations.of(request.request_id), self._router.policy.name)
+        tenant = request.tenant if request.HasField("tenant") else None
+        return explanations_to_pb(self._router.explanations.of(request.request_id, tenant), self._router.policy.name)
 
     async def set_workers(self, workers: Iterable[router_pb2.WorkerAddress]) -> None:
         """Follow these workers and forget all others.

@@ -1,7 +1,7 @@
 """A whole cluster in one process, without Ray: real gRPC, real transfers, real engines. Starts in a second."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +41,17 @@ async def local_cluster(
     pool_blocks: int = 256,
     transport: str = "auto",
     policy: str = "prefix",
+    tiers: Mapping[str, Any] | None = None,
     **gateway_settings: Any,
 ) -> AsyncIterator[LocalCluster]:
-    """Start workers, router and gateway; stop them in the reverse order."""
+    """Start workers, router and gateway; stop them in the reverse order. `tiers` are settings of the engine's."""
     engine = EngineConfig(
-        backend="reference", weights="fp32", block_tokens=block_tokens, pool_blocks=pool_blocks, threads=1
+        backend="reference",
+        weights="fp32",
+        block_tokens=block_tokens,
+        pool_blocks=pool_blocks,
+        threads=1,
+        **(tiers or {}),
     )
     transfer = TransferConfig.model_validate({"transport": transport})
     async with AsyncExitStack() as stack:

@@ -10,9 +10,10 @@ import pytest
 from baton_pb.v1 import router_pb2
 from cluster.commands.explain import explanations_json, headline
 from cluster.gateway.explained import ANSWER_KEY, ASK_KEY, explanation_metadata, wants_explanation
+from cluster.tenants import key_file
 from common.errors import NotFoundError
 from common.status import typed_rpc_errors
-from tests.cluster.fake_cluster import LIMIT_S, FakeCluster, fake_cluster, request, run
+from tests.cluster.fake_cluster import LIMIT_S, FakeCluster, bearer, fake_cluster, request, run
 
 
 async def explained(cluster: FakeCluster, request_id: str) -> router_pb2.ExplainReply:
@@ -77,6 +78,30 @@ def test_a_client_that_asks_finds_it_in_the_trailing_metadata_and_nobody_else_do
             assert placement["request_id"] == responses[0].request_id
             assert placement["decode_worker_id"] == "d0"
             assert ANSWER_KEY not in dict(await silent.trailing_metadata())
+
+    run(scenario())
+
+
+def test_a_client_is_not_told_of_another_tenants_request_by_giving_its_own_the_same_id(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    admin = key_file.add_key(path, "ops", "admin", {}).key
+    one, two = (key_file.add_key(path, tenant, "user", {}).key for tenant in ("one", "two"))
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="cost", keys_file=path, admin_key=admin) as cluster:
+            asked = request(max_tokens=2)
+            asked.request_id = "same"
+            told = []
+            for key in (one, two, one):
+                asking = cluster.stub.Generate(asked, timeout=LIMIT_S, metadata=(*bearer(key), (ASK_KEY, "1")))
+                async for _ in asking:
+                    pass
+                told.append(json.loads(dict(await asking.trailing_metadata())[ANSWER_KEY])["placements"])
+
+            assert [len(placements) for placements in told] == [1, 1, 2]
+            assert len((await explained(cluster, "same")).placements) == 3  # the operator sees all
 
     run(scenario())
 
