@@ -3,12 +3,14 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import Sampler, draw, keep_likely, uniform
+from engine.batch_rules import Filters, split_mix, uniform
+from engine.sampler import Sampler, draw, keep_likely
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step import TokenOutput
@@ -43,6 +45,10 @@ def _logits(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def _filters(scores: torch.Tensor, **rules: Any) -> Filters:
+    return Filters.of([SamplingParams(**rules)], scores.shape[1], scores.device)
+
+
 def _sample(logits: torch.Tensor, *sequences: Sequence) -> list[TokenOutput]:
     return SAMPLER.sample(logits.clone(), sequences)
 
@@ -70,6 +76,29 @@ def test_a_moved_sequence_draws_the_same_token(rules: SamplingParams, output: li
     moved.block_table, moved.num_computed, moved.request_id = [7, 8], 3, "moved"
 
     assert _sample(logits, here) == _sample(logits, moved)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, steps=st.integers(1, 5), data=st.data())
+def test_steps_of_the_same_rows_choose_as_if_each_were_the_first(
+    rows: list[tuple[SamplingParams, list[int]]], steps: int, data: st.DataObject
+) -> None:
+    """What is kept from one step to the next changes no token, whoever joins, leaves or stands still meanwhile."""
+    kept, sequences = Sampler(frozenset({EOS})), [_sequence(rules, output) for rules, output in rows]
+
+    for step in range(steps):
+        present = data.draw(st.just(sequences) | st.permutations(sequences))
+        present = present[: data.draw(st.sampled_from([len(rows)] * 3 + list(range(1, len(rows) + 1))))]
+        logits = _logits(step, len(present))
+        expected = logits.clone()
+
+        outputs = kept.sample(logits, present)
+
+        assert outputs == Sampler(frozenset({EOS})).sample(expected, present)
+        assert torch.equal(logits, expected)  # both are shifted in place
+        for sequence in present:
+            if data.draw(st.integers(0, 9)):  # a step may fail for a row
+                sequence.append(step, 4)
 
 
 @given(rules=PARAMS, seed=st.integers(0, 1000))
@@ -114,13 +143,15 @@ def test_draws_follow_the_distribution() -> None:
 def test_the_ends_of_the_unit_interval_meet_no_excluded_token(number: float) -> None:
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf]])
 
-    drawn = draw(logits, [SamplingParams(temperature=1.0)], [number])
+    drawn = draw(logits, _filters(logits, temperature=1.0), np.array([number]))
 
     assert drawn.tolist() == [1 if number == 0 else 3]
 
 
 def test_positions_of_one_seed_and_seeds_of_one_position_are_spread_evenly() -> None:
-    for numbers in ([uniform(7, p) for p in range(4000)], [uniform(s, 7) for s in range(4000)]):
+    seeds, positions = np.arange(4000, dtype=np.uint64), np.arange(4000)
+    one_seed, one_position = np.full(4000, 7, np.uint64), np.full(4000, 7)
+    for numbers in (uniform(split_mix(one_seed), positions), uniform(split_mix(seeds), one_position)):
         assert min(numbers) >= 0
         assert max(numbers) < 1
         buckets = Counter(int(number * 10) for number in numbers)
@@ -145,7 +176,7 @@ def test_filters_keep_what_they_name(rules: dict[str, Any], kept: int) -> None:
     probabilities = torch.tensor([[0.5, 0.25, 0.1, 0.05, 0.05, 0.05]])
     scores = (probabilities / probabilities.max()).log()
 
-    left = keep_likely(scores, [SamplingParams(temperature=1.0, **rules)])
+    left = keep_likely(scores, _filters(scores, temperature=1.0, **rules))
 
     assert torch.isfinite(left).sum() == kept
     assert torch.equal(left[torch.isfinite(left)], scores[0, :kept])
@@ -154,7 +185,7 @@ def test_filters_keep_what_they_name(rules: dict[str, Any], kept: int) -> None:
 def test_top_p_looks_beyond_the_likely_tokens_when_the_distribution_is_flat() -> None:
     scores = torch.zeros(1, 5000) - torch.arange(5000) * 1e-6
 
-    left = keep_likely(scores, [SamplingParams(temperature=1.0, top_p=0.5)])
+    left = keep_likely(scores, _filters(scores, temperature=1.0, top_p=0.5))
 
     assert 2480 < int(torch.isfinite(left).sum()) < 2520
 

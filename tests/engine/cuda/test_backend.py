@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,6 +25,7 @@ from common.errors import ConfigError
 from engine.attention.paged import AttentionPlan, PagedPool
 from engine.backend import load_backend
 from engine.batch import Segment
+from engine.batch_rules import Filters
 from engine.cuda.backend import CudaBackend, row_logits
 from engine.cuda.decode import DecodeStep, is_decode_step
 from engine.cuda.pool import DevicePool
@@ -202,7 +204,8 @@ def test_sampling_works_where_the_logits_are() -> None:
     logits = torch.zeros(3, 50, device=ELSEWHERE)
 
     with OneDevice():
-        assert draw(logits, rules, [0.1, 0.2, 0.3]).device.type == ELSEWHERE
+        filters = Filters.of(rules[:2], 50, logits.device)
+        assert draw(logits[:2], filters, np.array([0.1, 0.2])).device.type == ELSEWHERE
         with pytest.raises(NotImplementedError, match="meta tensor"):  # all that is left is to read the tokens
             Sampler(frozenset({2})).sample(logits, sequences)
 
