@@ -1,8 +1,8 @@
 """`make bench-simulator`: what the simulator predicts against what real clusters on this machine do.
 
-A cluster of one prefill and one decode worker is started and a cost model fitted to it. Then it, and after it a cluster
-of one worker of role `both`, runs a workload, and the simulator plays the same one with that cost model. Nothing that
-the clients measured goes into the predictions.
+A cluster of one prefill and one decode worker is started, a cost model fitted to it, and a workload run; then the same
+with one worker of role `both`, which has the threads of those two and so a cost model of its own. The simulator plays the
+workload with each one's model. Nothing that the clients measured in the run goes into the predictions.
 
 A machine that others use is not as fast in the run as it was in the fit. So there is a second prediction: the cost
 model scaled to the seconds that the workers themselves counted for their steps in the run. It says how well the
@@ -29,7 +29,7 @@ from loadtest.runner import RunOptions, Unobserved
 from loadtest.simulator.cluster import ClusterShape
 from loadtest.simulator.fitted import fitted
 from loadtest.simulator.probe import cluster_status, observe
-from loadtest.simulator.profile import Profile, StepCost, load_profile
+from loadtest.simulator.profile import Profile, StepCost
 from loadtest.simulator.simulate import simulate
 from loadtest.workload import parse_arrival, parse_workload
 
@@ -67,22 +67,19 @@ def main(
     seed: Annotated[int, typer.Option()] = 1,
     slo_ttft: Annotated[float, typer.Option("--slo-ttft")] = 1.5,
     slo_tpot: Annotated[float, typer.Option("--slo-tpot")] = 0.05,
-    profile: Annotated[str | None, typer.Option(help="A profile to use; default: fitted at the beginning.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Where to write the fitted profile.")] = None,
+    save: Annotated[Path | None, typer.Option(help="A folder for the fitted profiles.")] = None,
 ) -> None:
     """Print predicted and measured side by side, and write build/bench/simulator.json."""
     options = RunOptions(seed=seed)
     plan = Plan(parse_workload(workload), parse_arrival(arrival), sessions, Slo(slo_ttft, slo_tpot), options)
-    model = None if profile is None else load_profile(profile)
     rows: list[BenchRow] = []
     for setup in (_Setup(plan, *_APART), _Setup(plan, *_TOGETHER)):
         with setup.cluster() as cluster:
-            if model is None:
-                made = fitted(asyncio.run(observe(cluster.address)), "bench-simulator", machine())
-                model = made.profile
-                if save is not None:
-                    made.save(save)
+            made = fitted(asyncio.run(observe(cluster.address)), f"bench-simulator, {setup.label}", machine())
             run = asyncio.run(_measured(cluster.address, plan))
+        model = made.profile
+        if save is not None:
+            made.save(save / f"{setup.label.replace(' ', '-')}.yaml")
         measured = summarize(run.records, plan.slo)
         rows += _rows(setup.label, "predicted", setup.predicted(model), measured, model.name)
         pace = _Pace.of(run.work, model.step)
