@@ -100,9 +100,9 @@ class DecodeConfig(Node):
     """Most sequences in one step."""
     token_budget: Positive = 256
     """Most tokens in one step when local prefill chunks ride along with decodes."""
-    itl_target_s: Seconds | None = None
+    itl_target_s: Seconds | None = 0.1
     """Longest that a step with decodes in it should take: prompt chunks beside them are as long as the steps so far say
-    is possible. None: `token_budget` alone bounds them."""
+    is possible. None (`null`): `token_budget` alone bounds them."""
     waiting_max: Positive = 256
     """Most requests waiting for blocks on one worker; beyond it a request is refused at once."""
     unsent_max: Positive = 16384

@@ -90,7 +90,10 @@ class DecodeWorker(Worker):
         self.loop = DecodeLoop(worker_id, engine, endpoint, loader, config, clock or MonotonicClock())
         role = worker_pb2.WORKER_ROLE_BOTH if is_colocated else worker_pb2.WORKER_ROLE_DECODE
         limits = worker_pb2.WorkerLimits(
-            running_max=config.running_max, waiting_max=config.waiting_max, token_budget=config.token_budget
+            running_max=config.running_max,
+            waiting_max=config.waiting_max,
+            token_budget=config.token_budget,
+            itl_target_s=config.itl_target_s or 0.0,
         )
         identity = Identity(worker_id, role, heartbeat_s, limits)
         super().__init__(identity, host, engine, endpoint, loader, self.loop)

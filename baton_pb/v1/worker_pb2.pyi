@@ -141,22 +141,26 @@ class WorkerLimits(_message.Message):
     RUNNING_MAX_FIELD_NUMBER: _builtins.int
     WAITING_MAX_FIELD_NUMBER: _builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_S_FIELD_NUMBER: _builtins.int
     running_max: _builtins.int
     """Most sequences in a step."""
     waiting_max: _builtins.int
     """Most requests that wait here; beyond it one is refused."""
     token_budget: _builtins.int
     """Most tokens in a step."""
+    itl_target_s: _builtins.float
+    """Longest that a step with decodes in it should take; 0: no such target."""
     def __init__(
         self,
         *,
         running_max: _builtins.int = ...,
         waiting_max: _builtins.int = ...,
         token_budget: _builtins.int = ...,
+        itl_target_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_max", b"running_max", "token_budget", b"token_budget", "waiting_max", b"waiting_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_target_s", b"itl_target_s", "running_max", b"running_max", "token_budget", b"token_budget", "waiting_max", b"waiting_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

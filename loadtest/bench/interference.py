@@ -154,11 +154,14 @@ def main() -> None:
 def ours(chunks: Sequence[int], settings: Sequence[str]) -> list[System]:
     """Return Baton's clusters, apart first."""
     shared = [POOL, *settings]
+    together = ("prefill.workers=0", "decode.workers=0", "both.workers=1", f"engine.threads={THREADS}", *shared)
     systems = [System(APART, partial(_cluster, ("engine.threads=1", *shared)))]
     for chunk in chunks:
-        roles = ("prefill.workers=0", "decode.workers=0", "both.workers=1", f"engine.threads={THREADS}")
         name = f"together, chunk {chunk}" if chunk <= LONG_PROMPT_TOKENS else "together, whole prompt"
-        systems.append(System(name, partial(_cluster, (*roles, f"decode.token_budget={chunk}", *shared))))
+        fixed = (f"decode.token_budget={chunk}", "decode.itl_target_s=null")
+        systems.append(System(name, partial(_cluster, (*together, *fixed))))
+    if chunks:
+        systems.append(System("together, chunks for steps of 0.1 s", partial(_cluster, together)))
     return systems
 
 

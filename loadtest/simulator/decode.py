@@ -86,7 +86,7 @@ class DecodeWorker(SimulatedWorker):
         self._events = events
         self._keeps_gaps = keeps_gaps
         self._scheduler: DecodeScheduler[_SimulatedStream] = DecodeScheduler(
-            self.books, profile.running_max, profile.decode_token_budget
+            self.books, profile.running_max, profile.decode_token_budget, profile.itl_target_s or None
         )
         self._streams: dict[Job, _SimulatedStream] = {}
         self._decoding: list[_SimulatedStream] = []
@@ -262,6 +262,8 @@ class DecodeWorker(SimulatedWorker):
         assert stretch is not None
         self._apply(stretch.num_steps)
         self.done.add_stretch(stretch)
+        if self._profile.itl_target_s:
+            self._tell_scheduler(stretch)
         self._stretch = None
         if self._keeps_gaps:
             for stream in self._decoding:
@@ -273,6 +275,12 @@ class DecodeWorker(SimulatedWorker):
             self._apply_prompt(chunk, stretch)
         self._begin()
         self._events.on_load(self)
+
+    def _tell_scheduler(self, stretch: Stretch) -> None:
+        """Let the scheduler learn what steps cost, as a real worker's does."""
+        chunks = [*(PlannedChunk(stream, 1) for stream in self._decoding), *self._prompts]
+        for before, after in pairwise(map(stretch.end_of, range(stretch.num_steps + 1))):
+            self._scheduler.ran(chunks, after - before)
 
     def _catch_up(self) -> None:
         """Bring the books up to the steps that are over; the last one of a stretch is `_end`'s."""

@@ -57,6 +57,7 @@ def fitted(seen: Observations, name: str, where: str) -> FittedProfile:
         context_tokens=seen.context_tokens,
         prefill_token_budget=prefill.limits.token_budget or seen.context_tokens,
         decode_token_budget=decode.limits.token_budget or seen.context_tokens,
+        itl_target_s=decode.limits.itl_target_s,
         running_max=decode.limits.running_max or _UNLIMITED,
         waiting_max=decode.limits.waiting_max or _UNLIMITED,
     )

@@ -76,6 +76,8 @@ class Profile(Node):
     """Most prompt tokens in a step of a prefill worker."""
     decode_token_budget: Positive
     """Most tokens in a step of a decode worker when prompts ride along."""
+    itl_target_s: Cost = 0.0
+    """Longest that a step of a decode worker with prompts beside decodes should take; 0: no such target."""
     running_max: Positive
     """Most sequences on one decode worker."""
     waiting_max: Positive

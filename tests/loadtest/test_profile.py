@@ -95,7 +95,7 @@ def test_a_time_that_does_not_grow_with_the_size_is_all_latency() -> None:
 
 def test_the_file_is_a_profile_that_a_simulation_takes(tmp_path: Path) -> None:
     cost, path = load_profile("two-core-cpu").step, tmp_path / "made.yaml"
-    limits = worker_pb2.WorkerLimits(running_max=7, waiting_max=8, token_budget=BUDGET)
+    limits = worker_pb2.WorkerLimits(running_max=7, waiting_max=8, token_budget=BUDGET, itl_target_s=0.3)
     kind = WorkerKind(worker_pb2.WORKER_ROLE_BOTH, 99, limits)
     seen = Observations("m", "cpu", 8192, 16, 1000, [kind], [0.002, 0.001, 0.009], prefills(cost), decodes(cost), [])
 
@@ -104,6 +104,7 @@ def test_the_file_is_a_profile_that_a_simulation_takes(tmp_path: Path) -> None:
     profile = load_profile(str(path))
     assert profile.step.model_dump() == pytest.approx(cost.model_dump(), rel=1e-3)
     assert (profile.pool_blocks, profile.running_max, profile.waiting_max, profile.hop_s) == (99, 7, 8, 0.002)
+    assert profile.itl_target_s == 0.3
     assert "nowhere" in profile.sources
 
 

@@ -94,10 +94,12 @@ def play(arrivals: list[Arrival], profile: Profile, stretch_max: int) -> tuple[S
     return seen, worker
 
 
-@given(ARRIVALS, st.sampled_from([24, 40, 400]))
+@given(ARRIVALS, st.sampled_from([24, 40, 400]), st.sampled_from([0.0, 0.05]))
 @settings(max_examples=100, deadline=None)
-def test_steps_taken_together_are_the_steps_one_by_one(arrivals: list[Arrival], pool_blocks: int) -> None:
-    profile = PROFILE.model_copy(update={"pool_blocks": pool_blocks})
+def test_steps_taken_together_are_the_steps_one_by_one(
+    arrivals: list[Arrival], pool_blocks: int, itl_target_s: float
+) -> None:
+    profile = PROFILE.model_copy(update={"pool_blocks": pool_blocks, "itl_target_s": itl_target_s})
 
     together, fast = play(arrivals, profile, 1 << 30)
     single, slow = play(arrivals, profile, 1)
