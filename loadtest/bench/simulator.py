@@ -1,8 +1,8 @@
 """`make bench-simulator`: what the simulator predicts against what real clusters on this machine do.
 
 A cluster of one prefill and one decode worker is started, a cost model fitted to it, and a workload run; then the same
-with one worker of role `both`, which has the threads of those two and so a cost model of its own. The simulator plays the
-workload with each one's model. Nothing that the clients measured in the run goes into the predictions.
+with one worker of role `both`, which has the threads of those two and so a cost model of its own. The simulator plays
+the workload with each one's model. Nothing that the clients measured in the run goes into the predictions.
 
 A machine that others use is not as fast in the run as it was in the fit. So there is a second prediction: the cost
 model scaled to the seconds that the workers themselves counted for their steps in the run. It says how well the
