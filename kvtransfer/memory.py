@@ -1,7 +1,6 @@
 """Copying and hashing raw memory outside the GIL, on a transfer endpoint's own threads."""
 
 import ctypes
-import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from common.control_groups import usable_cores
 from common.errors import TransferError
 from kvtransfer import native
 from kvtransfer.activity import Stop
@@ -116,9 +116,8 @@ def block_bytes_of(store: BlockStore, block_id: int, is_written: bool = False) -
 
 
 def copy_threads(worker_id: str) -> ThreadPoolExecutor:
-    """Return threads for copies and checksums: half of the cores, at most 4; memory bandwidth is spent by then."""
-    cores = len(os.sched_getaffinity(0))
-    return ThreadPoolExecutor(max(1, min(4, cores // 2)), thread_name_prefix=f"kvcopy-{worker_id}")
+    """Return threads for copies and checksums: half of the usable cores, at most 4: then bandwidth is spent."""
+    return ThreadPoolExecutor(max(1, min(4, usable_cores() // 2)), thread_name_prefix=f"kvcopy-{worker_id}")
 
 
 def checksum_of(memory: Memory, offsets: IntArray, sizes: IntArray, stop: Stop) -> int:

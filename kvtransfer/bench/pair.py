@@ -5,9 +5,11 @@ The receiver takes orders from the benchmark, measures, and asks the sender to d
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import os
 import resource
+import signal
 import sys
 import time
 from typing import Any
@@ -27,6 +29,14 @@ CONTENDERS: dict[str, type[Contender]] = {
     "mooncake": peers.Mooncake,
     "gloo": peers.Gloo,
 }
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the benchmark ends: stopped for another's turn, it could not notice."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def cpu_s() -> float:
@@ -92,6 +102,7 @@ async def measured(side: Side, contender: Contender, order: Any) -> dict[str, An
 
 async def main() -> None:
     """Be one half of a pair."""
+    end_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("--option", default="")

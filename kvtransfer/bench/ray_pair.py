@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.bench.contender import Link
-from kvtransfer.bench.pair import cpu_s
+from kvtransfer.bench.pair import cpu_s, end_with_parent
 from kvtransfer.bench.work import WORKS, Pool
 
 
@@ -91,6 +91,7 @@ class RayPair:
 
 async def main() -> None:
     """Measure what the benchmark orders, until it is gone."""
+    end_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", choices=WORKS, required=True)
     parser.add_argument("--option", choices=["store", "direct"], required=True)

@@ -13,17 +13,21 @@
 namespace {
 
 constexpr int64_t kStepBytes = 1 << 20;  // between two looks at the stop flag
-constexpr int64_t kAheadBytes = 1024;    // of the next run, as far as a copy looks ahead within one
+constexpr int64_t kAheadBytes = 1024;    // how far a copy looks ahead within a long run
+constexpr int64_t kNearBytes = 16384;    // a run that is shorter brings the next one in meanwhile: both fit into L1
 constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kPagesAhead = 4;       // runs
 constexpr int64_t kStreamFrom = 2048;    // shorter runs are not worth the fence
 
 #if defined(__x86_64__)
-void CopyStreaming(char* target, const char* source, int64_t num_bytes) {
+// Looks `ahead` of what it copies. Beyond the end that is harmless: a prefetch never faults.
+template <int kHint>
+void CopyStreaming(char* target, const char* source, int64_t num_bytes, const char* ahead) {
   const int64_t head = -reinterpret_cast<intptr_t>(target) & 63;
   std::memcpy(target, source, head);
   int64_t at = head;
   for (; at + 64 <= num_bytes; at += 64) {
-    _mm_prefetch(source + at + 1024, _MM_HINT_NTA);  // beyond the end is harmless: a prefetch never faults
+    _mm_prefetch(ahead + at, static_cast<_mm_hint>(kHint));
     const auto* from = reinterpret_cast<const __m128i*>(source + at);
     auto* to = reinterpret_cast<__m128i*>(target + at);
     const __m128i a = _mm_loadu_si128(from);
@@ -39,23 +43,25 @@ void CopyStreaming(char* target, const char* source, int64_t num_bytes) {
 }
 #endif
 
-void Copy(char* target, const char* source, int64_t num_bytes) {
+// next: where the run after this one begins.
+void Copy(char* target, const char* source, int64_t num_bytes, const char* next) {
 #if defined(__x86_64__)
   if (num_bytes >= kStreamFrom) {
-    CopyStreaming(target, source, num_bytes);
+    if (num_bytes < kNearBytes) {
+      CopyStreaming<_MM_HINT_T0>(target, source, num_bytes, next);
+    } else {
+      CopyStreaming<_MM_HINT_NTA>(target, source, num_bytes, source + kAheadBytes);
+    }
     return;
   }
 #endif
   std::memcpy(target, source, num_bytes);
 }
 
-// Begins to bring in what the next run reads first, and the pages that it reads and writes: small runs in random order
-// would otherwise wait for memory and page tables at each beginning.
+// Has the page tables read for a run that comes soon: in random order each run would otherwise wait for them.
 void Announce(const char* target, const char* source, int64_t num_bytes) {
 #if defined(__x86_64__)
-  const int64_t ahead = num_bytes < kAheadBytes ? num_bytes : kAheadBytes;
-  for (int64_t at = 0; at < ahead; at += 64) _mm_prefetch(source + at, _MM_HINT_NTA);
-  for (int64_t at = 0; at < num_bytes && at <= 2 * kPageBytes; at += kPageBytes) {
+  for (int64_t at = 0; at < num_bytes && at <= kNearBytes; at += kPageBytes) {
     _mm_prefetch(source + at, _MM_HINT_NTA);
     _mm_prefetch(target + at, _MM_HINT_NTA);
   }
@@ -78,7 +84,9 @@ int32_t baton_copy_runs(const char* source, char* target, const int64_t* runs, i
   int64_t since_look = 0;
   for (int64_t i = 0; i < num_runs; ++i) {
     const int64_t* run = runs + 3 * i;
-    if (i + 1 < num_runs) Announce(target + run[4], source + run[3], run[5]);
+    const int64_t* soon = run + 3 * kPagesAhead;
+    if (i + kPagesAhead < num_runs) Announce(target + soon[1], source + soon[0], soon[2]);
+    const char* next = source + (i + 1 < num_runs ? run[3] : run[0]);
     for (int64_t at = 0; at < run[2]; at += kStepBytes) {
       const int64_t size = run[2] - at < kStepBytes ? run[2] - at : kStepBytes;
       if ((since_look += size) >= kStepBytes) {
@@ -88,7 +96,7 @@ int32_t baton_copy_runs(const char* source, char* target, const int64_t* runs, i
           return 1;
         }
       }
-      Copy(target + run[1] + at, source + run[0] + at, size);
+      Copy(target + run[1] + at, source + run[0] + at, size, next);
     }
   }
   Fence();

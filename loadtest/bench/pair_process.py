@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtest.bench import standstill
+
 ROOT = Path(__file__).parents[2]
 PEERS = Path("~/.cache/baton/peers/transfer").expanduser()
 """Where tools/transfer_peers.sh puts what is not ours."""
 CLOSE_TIMEOUT_S = 8.0
+WAKE_S = 0.05
+"""After a standstill, for timers that came due in it; a round then begins with a message through both processes."""
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 COMPLAINT_BYTES, COMPLAINT_CHARS = 4096, 160
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
@@ -32,6 +36,8 @@ class Means:
     option: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     has_layers: bool = True
+    can_stand_still: bool = True
+    """Whether its processes may be stopped between turns. Ours take a silent peer for dead; they idle at zero."""
 
 
 class PairError(Exception):
@@ -79,9 +85,10 @@ class Pair:
         if "unavailable" in answer:
             self._broken = f"skipped: {answer['unavailable']}"
             raise PairError(self._broken)
+        self._stand_still()
 
     async def round(self, order: str, timeout_s: float) -> dict[str, Any]:
-        """Have one transfer made and measured.
+        """Have one transfer made and measured; before and after it nothing of this pair runs.
 
         Raises:
             PairError: it failed, or took too long.
@@ -89,17 +96,31 @@ class Pair:
         if self._broken:
             raise PairError(self._broken)
         assert self._writer is not None
-        self._writer.write(json.dumps(order).encode() + b"\n")
-        return await self._receive(timeout_s)
+        if self.means.can_stand_still:
+            self._go_on()
+            await asyncio.sleep(WAKE_S)
+        try:
+            self._writer.write(json.dumps(order).encode() + b"\n")
+            return await self._receive(timeout_s)
+        finally:
+            self._stand_still()
 
     async def close(self) -> None:
         """End both processes and their children: with a word if they listen, else by a signal."""
+        self._go_on()
         if self._writer is not None:
             if not self._broken:
                 self._writer.write(b'"quit"\n')
             self._writer.close()  # its end says the same
         patience_s = 0.5 if self._broken else CLOSE_TIMEOUT_S
         await asyncio.gather(*(_end(process, patience_s) for process in self._processes))
+
+    def _stand_still(self) -> None:
+        if self.means.can_stand_still:
+            standstill.stop([process.pid for process in self._processes])
+
+    def _go_on(self) -> None:
+        standstill.go_on([process.pid for process in self._processes])
 
     async def _spawn(self, module: list[str], *sockets: socket.socket) -> None:
         arguments = [*module, "--work", self._work]

@@ -15,11 +15,11 @@ STARTING_MAX = 4
 
 _UCX_TCP = {"UCX_TLS": "tcp,self", "UCX_TCP_TX_SEG_SIZE": "512K", "UCX_TCP_RX_SEG_SIZE": "512K"}
 
-OURS_SHM = Means("ours, shm", "ours", "shm")
-OURS_UCX = Means("ours, ucx", "ours", "ucx")
-OURS_TCP = Means("ours, tcp", "ours", "tcp")
-PLAIN_UCX = Means("ours, ucx, no checksums", "ours", "ucx,plain")
-PLAIN_TCP = Means("ours, tcp, no checksums", "ours", "tcp,plain")
+OURS_SHM = Means("ours, shm", "ours", "shm", can_stand_still=False)
+OURS_UCX = Means("ours, ucx", "ours", "ucx", can_stand_still=False)
+OURS_TCP = Means("ours, tcp", "ours", "tcp", can_stand_still=False)
+PLAIN_UCX = Means("ours, ucx, no checksums", "ours", "ucx,plain", can_stand_still=False)
+PLAIN_TCP = Means("ours, tcp, no checksums", "ours", "tcp,plain", can_stand_still=False)
 MEMCPY = Means("memcpy in one process", "memcpy")
 COPY = Means("our copy in one process", "copy")
 RAW_TCP = Means("raw TCP", "tcp")
@@ -87,6 +87,9 @@ async def measure(
     means: Sequence[Means], work: str, orders: Sequence[str], deadline: Deadline, scratch: Path
 ) -> dict[tuple[str, str], Samples]:
     """Measure all means in turn, round by round, so that what else the machine does hits all of them alike.
+
+    Whoever is not on turn is stopped: some libraries keep cores busy while they wait, and the others' figures would be
+    those of a loaded machine.
 
     Args:
         means: what to measure.

@@ -2,7 +2,9 @@
 
 The work is 1,024 tokens of KV of the demo model (23.6 MB) and of Llama 3 8B (134 MB), in blocks of 16 tokens, into
 other block ids. Time runs at the receiver, from asking to all bytes in place; each round is verified byte for byte,
-outside of the time. Rounds of all means alternate. CPU time is that of the sender's process and the receiver's.
+outside of the time. Rounds of all means alternate, and whoever is not on turn is stopped (SIGSTOP; ours idle at zero
+instead): several libraries keep cores busy while they wait, and all figures would be of a loaded machine. CPU time is
+that of the sender's process and the receiver's.
 Time has limits: a means that is slow gets fewer rounds, and one that fails or hangs a row that says so.
 """
 

@@ -1,12 +1,14 @@
 """Pairs of processes really move the work, by each means alike, and one that cannot be measured says why."""
 
 import asyncio
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from loadtest.bench.pair_process import Means
+from loadtest.bench.pair_process import Means, Pair
 from loadtest.bench.pairs import MEMCPY, OURS_SHM, OURS_UCX, RAW_TCP, Limits, measure
 
 PATIENT = Limits(rounds=2, row_s=100.0, round_s=100.0, start_s=100.0, total_s=500.0)
@@ -61,3 +63,36 @@ def test_when_the_time_is_up_the_rows_say_so(tmp_path: Path) -> None:
     results = asyncio.run(measure([MEMCPY], "tiny", ["whole"], nothing.deadline(), tmp_path))
 
     assert results[MEMCPY.name, "whole"].absent.startswith("left out")
+
+
+def test_pairs_stand_still_between_their_turns_and_still_end_when_asked(tmp_path: Path) -> None:
+    async def one_turn() -> tuple[bool, list[str]]:
+        pair = Pair(RAW_TCP, "tiny", tmp_path)
+        before = _children()
+        try:
+            await pair.start(100.0)
+            processes = _children() - before
+            assert len(processes) == 2
+            await asyncio.to_thread(_wait_until_stopped, processes)
+            result = await pair.round("whole", 100.0)
+            await asyncio.to_thread(_wait_until_stopped, processes)
+        finally:
+            await pair.close()
+        return bool(result["ok"]), sorted(processes & _children())
+
+    is_right, left = asyncio.run(one_turn())
+
+    assert is_right
+    assert left == []
+
+
+def _children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def _wait_until_stopped(processes: set[str]) -> None:
+    """The signal is on its way when `stop` returns."""
+    until = time.monotonic() + 60.0
+    while {Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[0] for one in processes} != {"T"}:
+        assert time.monotonic() < until
+        time.sleep(0.01)
