@@ -72,8 +72,8 @@ class PrefillConfig(Node):
     ray_resources: dict[str, float] = {}
     """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
     cores: tuple[Count, ...] = ()
-    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first of them, as many as
-    it has threads, worker 1 the next, in a circle. Empty: any."""
+    """Cores that the compute threads are pinned to: each worker of a host takes as many as it has threads, of those
+    that no other worker there is pinned to, and is refused where too few are left. Empty: any."""
     nice: Annotated[int, Field(ge=0, le=19)] = 10
     """Added to the priority number of a prefill worker's compute threads: on a contended core decode steps, tokens and
     KV on their way go first, and a prompt still gets about a tenth of it."""
@@ -94,8 +94,8 @@ class DecodeConfig(Node):
     ray_resources: dict[str, float] = {}
     """Custom Ray resources that each of these workers takes: pins them to the nodes that offer them."""
     cores: tuple[Count, ...] = ()
-    """Cores that the compute threads are pinned to; worker 0 of this role on a host gets the first of them, as many as
-    it has threads, worker 1 the next, in a circle. Empty: any."""
+    """Cores that the compute threads are pinned to, as in `prefill.cores`; decode workers and those of role `both`
+    take theirs from the same ones."""
     running_max: Positive = 64
     """Most sequences in one step."""
     token_budget: Positive = 256

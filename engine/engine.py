@@ -204,8 +204,9 @@ class Engine(Bookkeeping):
         return sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | self.eos_token_ids
 
     def close(self) -> None:
-        """Give back weights and pool memory; no step may run any more. Idempotent."""
+        """Give back weights, pool memory and cores; no step may run any more. Idempotent."""
         if self._grammars is not None:
             self._grammars.close()
         self._runner.close()
         self.kv.close()
+        self.placement.release()

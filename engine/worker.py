@@ -110,6 +110,7 @@ async def start_worker(
     """Load the model, open the transfer endpoint, make the worker of them, and serve.
 
     The model is loaded on a thread that is placed as the steps' will be, since backends start their own threads then.
+    `placement` is the engine's from here on, and released with it.
 
     Raises:
         ConfigError: a model or setting that this machine cannot serve.
@@ -119,6 +120,9 @@ async def start_worker(
     try:
         loop = asyncio.get_running_loop()
         loaded = await loop.run_in_executor(thread, Engine.load, model_dir, engine, model_id, bound)
+    except BaseException:
+        placement.release()
+        raise
     finally:
         thread.shutdown(wait=False)
     loaded.placement = placement

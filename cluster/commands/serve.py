@@ -18,7 +18,7 @@ from cluster.launcher import processes
 from cluster.launcher.launcher import RayLauncher
 from cluster.launcher.ray_cluster import RayCluster
 from cluster.launcher.specs import service_specs
-from cluster.launcher.threads import Host, crowded, threads_of_roles
+from cluster.launcher.threads import Host, crowded, require_own_cores, threads_of_roles
 from cluster.model_store import ModelFolder
 from cluster.supervisor.fleet import MemberState, Phase, Role
 from cluster.supervisor.probe import HealthProber
@@ -142,6 +142,7 @@ class _Serving:
 
     def _make_supervisor(self, model: ModelFolder, hosts: Sequence[Host]) -> Supervisor:
         threads = threads_of_roles(self._config, hosts)
+        require_own_cores(threads, self._config, hosts)
         if (complaint := crowded(threads, self._config, hosts)) is not None:
             self._report.step(f"WARNING: {complaint}")
         if (warning := texts_log.complaint(self._config.gateway.log_texts_max)) is not None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from cluster.supervisor.fleet import Role
 from common.config import ClusterConfig
+from common.errors import ConfigError
 
 
 class Host(NamedTuple):
@@ -49,6 +50,28 @@ def threads_of_roles(config: ClusterConfig, hosts: Sequence[Host]) -> dict[Role,
         group.role: [_share(group, host, hosts, groups) for host in hosts if group.fits(host)] for group in groups
     }
     return {role: max(1, min(each, default=1)) for role, each in shares.items()}
+
+
+def require_own_cores(threads: Mapping[Role, int], config: ClusterConfig, hosts: Sequence[Host]) -> None:
+    """Refuse cores that more threads are pinned to than there are: each worker of a host needs its own.
+
+    Which ones a worker gets is settled where it runs, see engine/placement.py.
+
+    Raises:
+        ConfigError: naming the cores and who wants them.
+    """
+    groups = [group for group in _groups(config) if group.cores]
+    for host, cores in ((host, group.cores) for host in hosts for group in groups if group.fits(host)):
+        sharing = [group for group in groups if group.fits(host) and group.cores <= cores]
+        each = {group.role: min(threads[group.role], len(group.cores)) for group in sharing}
+        numbers = {group.role: group.on(host, hosts) for group in sharing}
+        wanted = sum(number * each[role] for role, number in numbers.items())
+        if wanted > len(cores):
+            parts = [f"{number} {role.value} with {each[role]} each" for role, number in numbers.items()]
+            raise ConfigError(
+                f"cores {sorted(cores)} of one host are too few for the {wanted} threads pinned to them "
+                f"({', '.join(parts)}): list more, start fewer workers, or lower engine.threads"
+            )
 
 
 def crowded(threads: Mapping[Role, int], config: ClusterConfig, hosts: Sequence[Host]) -> str | None:

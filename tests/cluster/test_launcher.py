@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from cluster.launcher import processes
 from cluster.launcher.reaper import Reaper
 from cluster.launcher.specs import ServiceSpec, service_specs
-from cluster.launcher.threads import Host, crowded, threads_of_roles
+from cluster.launcher.threads import Host, crowded, require_own_cores, threads_of_roles
 from cluster.model_store import ModelFolder
 from cluster.supervisor.fleet import Launch, Role
 from common.config import ClusterConfig, EngineConfig
@@ -149,6 +150,29 @@ def test_more_threads_than_cores_are_warned_of_in_words() -> None:
     assert crowded(threads_of_roles(config(), [Host(2)]), config(), [Host(2)]) is None
     many = config(decode={"workers": 2})
     assert "fewer workers" in str(crowded(threads_of_roles(many, [Host(2)]), many, [Host(2)]))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ({"decode": {"cores": [2, 3]}, "both": {"workers": 1}}, None),
+        ({"decode": {"cores": [2, 3], "workers": 2}}, None),
+        ({"decode": {"cores": [2, 3]}, "engine": {"threads": 8}}, None),  # one worker with more threads than cores
+        (
+            {"decode": {"cores": [2, 3]}, "both": {"workers": 2}},
+            r"cores \[2, 3\] of one host .* the 3 threads .* \(1 decode with 1 each, 2 both with 1 each\)",
+        ),
+        ({"decode": {"cores": [2, 3]}, "both": {"workers": 1}, "engine": {"threads": 2}}, "the 4 threads"),
+        ({"decode": {"cores": [0, 1, 2]}, "prefill": {"cores": [1], "workers": 4}}, r"cores \[1\] of one host"),
+        ({"decode": {"cores": [1, 2]}, "prefill": {"cores": [1]}}, r"cores \[1, 2\] of one host"),
+    ],
+)
+def test_pinned_workers_of_a_host_that_would_share_a_core_are_refused(nodes: dict[str, Any], words: str | None) -> None:
+    whole, hosts = config(**nodes), [Host(8)]
+    threads = threads_of_roles(whole, hosts)
+
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        require_own_cores(threads, whole, hosts)
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, "1"), (3, "3"), (0, None)])
