@@ -1,7 +1,7 @@
 """The index knows what a brute-force model knows, under any events, gaps, losses and snapshots."""
 
 import itertools
-import tracemalloc
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from hypothesis import settings
@@ -10,12 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.router.holder_table import Tier
 from cluster.router.prefix_index import PrefixIndex, Snapshot
-from common.chain_hash import chain_hashes
+from common.chain_hash import HASH_BYTES, chain_hashes
+from tests.cluster.router.sizes import reachable_bytes
 
 BLOCK = 2
 WORKERS = ["w0", "w1", "w2"]
 workers = st.sampled_from(WORKERS)
 prompts = st.lists(st.integers(0, 2), max_size=12)
+AT_ONCE, POOL = 100, 20_000
+"""Blocks of an event, and that a worker holds."""
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -199,25 +202,27 @@ def test_prompts_that_came_and_went_leave_nothing_behind() -> None:
     assert index.num_blocks == 0
 
 
-def test_memory_is_flat_however_many_distinct_prompts_come_and_go() -> None:
-    """FIELD_PROBLEMS 46: nodes that are split and never merged."""
+def test_memory_is_flat_while_a_million_distinct_prompts_come_and_go() -> None:
+    """FIELD_PROBLEMS 46: nodes that are split and never merged. All prompts begin with one block and then part."""
     index = PrefixIndex()
-    index.replace("w", [])
+    common = b"what all begin with".ljust(HASH_BYTES)
+    index.replace("w", [common])
     numbers = itertools.count(1)
+    held: deque[list[bytes]] = deque()
 
-    def come_and_go(first: int) -> int:
-        for number in range(first, first + 3000):
-            chain = chain_hashes([number, *range(15)], BLOCK)
-            assert index.apply("w", next(numbers), True, chain)
-            assert index.apply("w", next(numbers), False, chain)
-        return tracemalloc.get_traced_memory()[0]
+    def come_and_go(*prompts: int) -> int:
+        for first in range(*prompts, AT_ONCE):
+            held.append([number.to_bytes(HASH_BYTES, "little") for number in range(first, first + AT_ONCE)])
+            assert index.match("w", [common, held[-1][0]]) == 1
+            assert index.apply("w", next(numbers), True, held[-1])
+            assert index.match("w", [common, held[-1][0]]) == 2
+            if len(held) > POOL // AT_ONCE:  # the worker's pool is full
+                assert index.apply("w", next(numbers), False, held.popleft())
+        return reachable_bytes(index)
 
-    tracemalloc.start()
-    try:
-        once = come_and_go(0)
-        assert come_and_go(3000) < once + 10_000  # one hash kept of each prompt would be 100,000
-    finally:
-        tracemalloc.stop()
+    early = come_and_go(0, 100_000)
+    assert come_and_go(100_000, 1_000_000) < early + 500_000  # one byte kept of each prompt would be more
+    assert index.num_blocks == 1 + POOL
 
 
 def test_workers_that_come_and_go_leave_nothing_behind_and_inherit_nothing() -> None:

@@ -12,8 +12,10 @@ from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
 from cluster.router.worker_table import Account, Role, State, WorkerFacts, WorkerInfo, WorkerLoad
-from common.chain_hash import chain_hashes, probe
+from common.chain_hash import HASH_BYTES, chain_hashes, probe
+from common.clock import ManualClock
 from common.errors import InvalidRequestError, MismatchError, WorkerLostError
+from tests.cluster.router.sizes import reachable_bytes
 
 BLOCK = 4
 P0, P1 = WorkerInfo("p0", "h:1", Role.PREFILL), WorkerInfo("p1", "h:2", Role.PREFILL)
@@ -465,3 +467,30 @@ class ReservationMachine(RuleBasedStateMachine):
 
 ReservationMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestReservations = ReservationMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_is_flat_however_many_distinct_prompts_are_placed(policy: str) -> None:
+    """FIELD_PROBLEMS 46, for all that the router remembers besides the index, whichever policy it runs."""
+    clock = ManualClock()
+    router = Router(POLICIES[policy](), Random(0), clock)
+    router.set_workers([P0, D0, B0])
+    for info in (P0, D0, B0):
+        router.welcome(info.worker_id, facts())
+        router.index.replace(info.worker_id, [])
+        router.report(info.worker_id, WorkerLoad())
+
+    def place(*prompts: int) -> int:
+        for number in range(*prompts):
+            hashes = [bytes(HASH_BYTES), *(f"{number}/{block}".encode().ljust(HASH_BYTES) for block in range(8))]
+            reservation = router.place(PlacementRequest(f"r{number}", 36, 20, hashes))
+            reservation.first_token()
+            reservation.release()
+            clock.advance(0.01)
+            if number % 50 == 0:
+                for info in (P0, D0, B0):
+                    router.expected.reported(info.worker_id)
+        return reachable_bytes(router)
+
+    early = place(0, 1200)  # what is remembered of the last 1,024 placements is full
+    assert place(1200, 3200) < early + 60_000  # one hash of each kept would be more
