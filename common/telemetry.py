@@ -44,6 +44,14 @@ HTTP_RESPONSES = Metric(
     "baton_gateway_http_responses_total", "counter", "HTTP responses, by path and code.", ("path", "code")
 )
 HTTP_CONNECTIONS = Metric("baton_gateway_http_connections", "gauge", "Open HTTP connections.")
+DEGRADED = Metric(
+    "baton_degraded", "gauge", "Ways in which the cluster works less well than configured; `baton status` names them."
+)
+LOCAL_PREFILLS = Metric(
+    "baton_router_local_prefill_fallbacks_total",
+    "counter",
+    "Prompts that decode workers prefilled because no prefill worker could be used.",
+)
 
 TENANT_REQUESTS = Metric("baton_tenant_requests_total", "counter", "Requests of a tenant; n counts n.", ("tenant",))
 TENANT_RUNNING = Metric("baton_tenant_running_requests", "gauge", "Of these: running now.", ("tenant",))

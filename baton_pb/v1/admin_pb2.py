@@ -26,7 +26,7 @@ from baton_pb.v1 import router_pb2 as baton__pb_dot_v1_dot_router__pb2
 from baton_pb.v1 import inference_pb2 as baton__pb_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton_pb/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/router.proto\x1a\x1b\x62\x61ton_pb/v1/inference.proto\"\x12\n\x10GetStatusRequest\"\xd4\x01\n\rClusterStatus\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12(\n\x07gateway\x18\x03 \x01(\x0b\x32\x17.baton.v1.GatewayStatus\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x12\n\ntransports\x18\x06 \x03(\t\"\xdd\x02\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x04 \x01(\r\x12\x16\n\x0erequests_total\x18\x05 \x01(\x04\x12>\n\x0c\x65rrors_total\x18\x06 \x03(\x0b\x32(.baton.v1.GatewayStatus.ErrorsTotalEntry\x12\x37\n\x08\x63ounters\x18\x07 \x03(\x0b\x32%.baton.v1.GatewayStatus.CountersEntry\x1a\x32\n\x10\x45rrorsTotalEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x86\x01\n\x05\x41\x64min\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12;\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x16.baton.v1.ExplainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton_pb/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/router.proto\x1a\x1b\x62\x61ton_pb/v1/inference.proto\"\x12\n\x10GetStatusRequest\"\xe6\x01\n\rClusterStatus\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12(\n\x07gateway\x18\x03 \x01(\x0b\x32\x17.baton.v1.GatewayStatus\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x10\n\x08\x64\x65graded\x18\x07 \x03(\t\"\xdd\x02\n\rGatewayStatus\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x04 \x01(\r\x12\x16\n\x0erequests_total\x18\x05 \x01(\x04\x12>\n\x0c\x65rrors_total\x18\x06 \x03(\x0b\x32(.baton.v1.GatewayStatus.ErrorsTotalEntry\x12\x37\n\x08\x63ounters\x18\x07 \x03(\x0b\x32%.baton.v1.GatewayStatus.CountersEntry\x1a\x32\n\x10\x45rrorsTotalEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x86\x01\n\x05\x41\x64min\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12;\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x16.baton.v1.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,13 +40,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=92
   _globals['_GETSTATUSREQUEST']._serialized_end=110
   _globals['_CLUSTERSTATUS']._serialized_start=113
-  _globals['_CLUSTERSTATUS']._serialized_end=325
-  _globals['_GATEWAYSTATUS']._serialized_start=328
-  _globals['_GATEWAYSTATUS']._serialized_end=677
-  _globals['_GATEWAYSTATUS_ERRORSTOTALENTRY']._serialized_start=578
-  _globals['_GATEWAYSTATUS_ERRORSTOTALENTRY']._serialized_end=628
-  _globals['_GATEWAYSTATUS_COUNTERSENTRY']._serialized_start=630
-  _globals['_GATEWAYSTATUS_COUNTERSENTRY']._serialized_end=677
-  _globals['_ADMIN']._serialized_start=680
-  _globals['_ADMIN']._serialized_end=814
+  _globals['_CLUSTERSTATUS']._serialized_end=343
+  _globals['_GATEWAYSTATUS']._serialized_start=346
+  _globals['_GATEWAYSTATUS']._serialized_end=695
+  _globals['_GATEWAYSTATUS_ERRORSTOTALENTRY']._serialized_start=596
+  _globals['_GATEWAYSTATUS_ERRORSTOTALENTRY']._serialized_end=646
+  _globals['_GATEWAYSTATUS_COUNTERSENTRY']._serialized_start=648
+  _globals['_GATEWAYSTATUS_COUNTERSENTRY']._serialized_end=695
+  _globals['_ADMIN']._serialized_start=698
+  _globals['_ADMIN']._serialized_end=832
 # @@protoc_insertion_point(module_scope)

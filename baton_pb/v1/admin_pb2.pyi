@@ -45,6 +45,7 @@ class ClusterStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
     uptime_s: _builtins.float
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.WorkerStatus]: ...
@@ -58,6 +59,10 @@ class ClusterStatus(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of the transfers seen so far."""
 
+    @_builtins.property
+    def degraded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In which ways the cluster works less well than it is configured to, for people; none: in no way."""
+
     def __init__(
         self,
         *,
@@ -67,10 +72,11 @@ class ClusterStatus(_message.Message):
         model: _inference_pb2.ModelInfo | None = ...,
         uptime_s: _builtins.float = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        degraded: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "model", b"model", "router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "model", b"model", "router", b"router", "transports", b"transports", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "gateway", b"gateway", "model", b"model", "router", b"router", "transports", b"transports", "uptime_s", b"uptime_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -643,16 +643,22 @@ class SetWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAddress]: ...
+    @_builtins.property
+    def absent(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAddress]:
+        """Those that should exist besides and have no process now; they have no address."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerAddress] | None = ...,
+        absent: _abc.Iterable[Global___WorkerAddress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -761,16 +767,19 @@ class WorkerStatus(_message.Message):
     HANDSHAKE_FIELD_NUMBER: _builtins.int
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ANNOUNCES_NOTHING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _worker_pb2.WorkerRole.ValueType
     node: _builtins.str
     address: _builtins.str
     state: _builtins.str
-    """"starting", "ready", "draining", "lost", "refused"."""
+    """"starting", "ready", "draining", "lost", "refused"; "absent": has no process now."""
     reservations: _builtins.int
     """Reservations that the router holds on it."""
     reason: _builtins.str
     """Why it is in this state, for people; empty when ready."""
+    announces_nothing: _builtins.bool
+    """Many requests that leave cached blocks have ended there, and it has announced none: placed as if it had none."""
     @_builtins.property
     def load(self) -> _worker_pb2.LoadReport: ...
     @_builtins.property
@@ -787,10 +796,11 @@ class WorkerStatus(_message.Message):
         handshake: _worker_pb2.HandshakeReply | None = ...,
         reservations: _builtins.int = ...,
         reason: _builtins.str = ...,
+        announces_nothing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handshake", b"handshake", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "handshake", b"handshake", "load", b"load", "node", b"node", "reason", b"reason", "reservations", b"reservations", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "announces_nothing", b"announces_nothing", "handshake", b"handshake", "load", b"load", "node", b"node", "reason", b"reason", "reservations", b"reservations", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

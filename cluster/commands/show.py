@@ -103,6 +103,7 @@ def status_json(status: admin_pb2.ClusterStatus) -> dict[str, Any]:
             "errors_total": dict(status.gateway.errors_total),
             "counters": dict(status.gateway.counters),
         },
+        "degraded": list(status.degraded),
         "transports": list(status.transports),
         "model": {
             "id": status.model.id,
@@ -152,6 +153,8 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
     """Print what `status_json` returned as a table."""
     model, router, gateway = status["model"], status["router"], status["gateway"]
     console.print(f"model {model['id']}, up {status['uptime']:.0f} s, gateway {gateway['address']}")
+    for reason in status["degraded"]:
+        console.print(f"degraded: {reason}", style="yellow", markup=False)
     console.print(
         f"router: policy {router['policy']}, {router['indexed_blocks']} blocks indexed, "
         f"{router['reservations']} reservations, {router['queued']} queued; "

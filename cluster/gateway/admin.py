@@ -9,6 +9,7 @@ import grpc.aio
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, router_pb2
 from cluster.gateway.counts import Counts
+from cluster.gateway.degraded import degraded
 from cluster.gateway.inference import InferenceService
 from cluster.gateway.router_client import RouterClient, away
 from common.clock import Clock
@@ -73,4 +74,5 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             model=self._inference.model(),
             uptime_s=self._clock.now() - self._started_s,
             transports=sorted((used | counts.transports) - {"", "local"}),
+            degraded=degraded(router),
         )

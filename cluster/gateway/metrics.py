@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from baton_pb.v1 import router_pb2
 from cluster.gateway.counts import Counts
+from cluster.gateway.degraded import degraded
 from cluster.gateway.progress import Delta
 from cluster.tenants.quotas import TenantUse, Uses
 from common import telemetry
@@ -44,8 +46,8 @@ class Metrics:
         if predicted_s > 0:
             self._prediction.observe(observed_s / predicted_s)
 
-    def page(self) -> str:
-        """Return everything in Prometheus' text format."""
+    def page(self, router: router_pb2.RouterStatus) -> str:
+        """Return everything in Prometheus' text format, with what the router says."""
         counts = self._counts
         errors = sorted(counts.errors.items())
         responses = sorted(self.http_responses.items())
@@ -65,6 +67,8 @@ class Metrics:
                 Sample(telemetry.ITL, self.itl),
                 *(Sample(telemetry.HTTP_RESPONSES, number, (path, str(code))) for (path, code), number in responses),
                 Sample(telemetry.HTTP_CONNECTIONS, self.http_connections),
+                Sample(telemetry.DEGRADED, len(degraded(router))),
+                Sample(telemetry.LOCAL_PREFILLS, router.counters.get("local_prefill_fallback", 0)),
                 *_tenant_samples(self._uses.all()),
             ]
         )

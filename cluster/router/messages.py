@@ -37,6 +37,25 @@ def info_from_pb(address: router_pb2.WorkerAddress) -> WorkerInfo:
     return WorkerInfo(address.worker_id, address.address, role, address.node)
 
 
+def absent_from_pb(address: router_pb2.WorkerAddress) -> WorkerInfo:
+    """Decode a worker that has no process.
+
+    Raises:
+        InvalidRequestError: no id or role.
+    """
+    role = _ROLES.get(address.role)
+    if not address.worker_id or role is None:
+        raise InvalidRequestError(f"an absent worker needs id and role, got {address!s}")
+    return WorkerInfo(address.worker_id, "", role, address.node)
+
+
+def absent_to_pb(info: WorkerInfo) -> router_pb2.WorkerStatus:
+    """Encode a worker that has no process."""
+    return router_pb2.WorkerStatus(
+        worker_id=info.worker_id, role=_ROLES_PB[info.role], state="absent", reason="has no process now"
+    )
+
+
 def role_from_pb(role: "worker_pb2.WorkerRole.ValueType") -> Role | None:
     """Decode a role; None for one that is not known here."""
     return _ROLES.get(role)
@@ -166,7 +185,10 @@ def cluster_facts(router: Router) -> router_pb2.ClusterFacts | None:
 
 
 def worker_to_pb(
-    worker: Worker, load: worker_pb2.LoadReport | None, handshake: worker_pb2.HandshakeReply | None
+    worker: Worker,
+    load: worker_pb2.LoadReport | None,
+    handshake: worker_pb2.HandshakeReply | None,
+    announces_nothing: bool,
 ) -> router_pb2.WorkerStatus:
     """Encode a row, with the worker's last messages as they came."""
     info = worker.info
@@ -180,4 +202,5 @@ def worker_to_pb(
         handshake=handshake,
         reservations=worker.account.reservations,
         reason=worker.reason,
+        announces_nothing=announces_nothing,
     )

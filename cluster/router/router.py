@@ -156,6 +156,10 @@ class Router:
             is_silent = self._silence.ended(worker_id, self.index.holds_any(worker_id))
             self.counters["silent_cache"] += is_silent
 
+    def is_silent(self, worker_id: str) -> bool:
+        """Whether a worker must have cached blocks and has announced none."""
+        return self._silence.is_silent(worker_id)
+
     def now(self) -> float:
         """Return the time, seconds."""
         return self._clock.now()
@@ -167,9 +171,11 @@ class Router:
 
     # What the watchers of the workers tell.
 
-    def set_workers(self, infos: Iterable[WorkerInfo]) -> tuple[list[WorkerInfo], list[str]]:
+    def set_workers(
+        self, infos: Iterable[WorkerInfo], absent: Iterable[WorkerInfo] = ()
+    ) -> tuple[list[WorkerInfo], list[str]]:
         """Take the list of workers that exist now; see WorkerTable.replace."""
-        new, left = self.workers.replace(infos)
+        new, left = self.workers.replace(infos, absent)
         for worker_id in left:
             self.index.forget(worker_id)
             self.expected.forget(worker_id)

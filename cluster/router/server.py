@@ -13,7 +13,7 @@ import grpc.aio
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster.router.explain import explanations_to_pb
 from cluster.router.front import Front
-from cluster.router.messages import cluster_facts, info_from_pb, worker_to_pb
+from cluster.router.messages import absent_from_pb, absent_to_pb, cluster_facts, info_from_pb, worker_to_pb
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
 from cluster.router.session import GatewaySession
@@ -84,7 +84,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def SetWorkers(self, request: router_pb2.SetWorkersRequest, context: _Context) -> router_pb2.SetWorkersReply:
         """Take the list of workers."""
         async with rpc_errors_to_status(context):
-            await self.set_workers(request.workers)
+            await self.set_workers(request.workers, request.absent)
             return router_pb2.SetWorkersReply()
 
     async def GetRouterStatus(
@@ -104,13 +104,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
         tenant = request.tenant if request.HasField("tenant") else None
         return explanations_to_pb(self._router.explanations.of(request.request_id, tenant), self._router.policy.name)
 
-    async def set_workers(self, workers: Iterable[router_pb2.WorkerAddress]) -> None:
-        """Follow these workers and forget all others.
+    async def set_workers(
+        self, workers: Iterable[router_pb2.WorkerAddress], absent: Iterable[router_pb2.WorkerAddress] = ()
+    ) -> None:
+        """Follow these workers and forget all others; `absent` ones should exist too, and are nowhere now.
 
         Raises:
             InvalidRequestError: an entry is incomplete; nothing was changed.
         """
-        new, left = self._router.set_workers([info_from_pb(worker) for worker in workers])
+        new, left = self._router.set_workers(
+            [info_from_pb(worker) for worker in workers], [absent_from_pb(worker) for worker in absent]
+        )
         ended = [self._tasks.pop(worker_id) for worker_id in left]
         for worker_id in left:
             del self._watchers[worker_id]
@@ -136,7 +140,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
         for worker in router.workers:
             watcher = self._watchers[worker.info.worker_id]
-            status.workers.append(worker_to_pb(worker, watcher.load, watcher.handshake))
+            is_silent = router.is_silent(worker.info.worker_id)
+            status.workers.append(worker_to_pb(worker, watcher.load, watcher.handshake, is_silent))
+        status.workers.extend(map(absent_to_pb, router.workers.absent))
         return status
 
     async def close(self) -> None:
@@ -231,9 +237,11 @@ class RouterServer:
         log(_LOG, logging.INFO, "router serves", address=address, policy=config.policy)
         return cls(server, service, address)
 
-    async def set_workers(self, workers: Iterable[router_pb2.WorkerAddress]) -> None:
+    async def set_workers(
+        self, workers: Iterable[router_pb2.WorkerAddress], absent: Iterable[router_pb2.WorkerAddress] = ()
+    ) -> None:
         """Do what the call SetWorkers does, from within this process."""
-        await self._service.set_workers(workers)
+        await self._service.set_workers(workers, absent)
 
     def status(self) -> router_pb2.RouterStatus:
         """Return what the call GetRouterStatus returns."""

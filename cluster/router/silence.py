@@ -21,6 +21,10 @@ class SilenceWatch:
         """A worker left."""
         self._ends.pop(worker_id, None)
 
+    def is_silent(self, worker_id: str) -> bool:
+        """Whether so many have ended there and nothing was announced."""
+        return self._ends[worker_id] >= _ENDS_MAX
+
     def ended(self, worker_id: str, has_announced: bool) -> bool:
         """A request that left blocks has ended; return whether the worker is found to be silent, once."""
         if has_announced:

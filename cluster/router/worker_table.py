@@ -304,6 +304,8 @@ class WorkerTable:
         self._workers: dict[str, Worker] = {}
         self._elders = StepLearner()
         self._ready: dict[tuple[Role, ...], Ready] = {}
+        self.absent: tuple[WorkerInfo, ...] = ()
+        """Those that should exist and have no process now; they have no row."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -312,12 +314,15 @@ class WorkerTable:
         """Return a row, or None for an unknown id."""
         return self._workers.get(worker_id)
 
-    def replace(self, infos: Iterable[WorkerInfo]) -> tuple[list[WorkerInfo], list[str]]:
-        """Take the list of workers that exist now.
+    def replace(
+        self, infos: Iterable[WorkerInfo], absent: Iterable[WorkerInfo] = ()
+    ) -> tuple[list[WorkerInfo], list[str]]:
+        """Take the list of workers that exist now, and of those that should besides.
 
         Returns:
             Those that are new (or moved: a worker at another address is another one), and the ids of those that left.
         """
+        self.absent = tuple(absent)
         wanted = {info.worker_id: info for info in infos}
         left = [worker_id for worker_id, row in self._workers.items() if wanted.get(worker_id) != row.info]
         self._forget_ready()
@@ -352,7 +357,8 @@ class WorkerTable:
 
     def num_configured(self, *roles: Role) -> int:
         """Return how many workers of these roles should exist."""
-        return sum(row.info.role in roles for row in self._workers.values())
+        here = sum(row.info.role in roles for row in self._workers.values())
+        return here + sum(info.role in roles for info in self.absent)
 
     def states(self, *roles: Role) -> str:
         """Return how many workers of these roles are in which state, for people."""
@@ -360,4 +366,6 @@ class WorkerTable:
         for row in self._workers.values():
             if row.info.role in roles:
                 counts[row.state.value] = counts.get(row.state.value, 0) + 1
+        if absent := sum(info.role in roles for info in self.absent):
+            counts["absent"] = absent
         return ", ".join(f"{count} {state}" for state, count in counts.items()) or "none exists"

@@ -71,6 +71,8 @@ class Publish:
 
     router_address: str
     workers: tuple[tuple[Member, Place], ...]
+    absent: tuple[Member, ...] = ()
+    """Workers that should exist besides: without them it would not know that anything is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,4 +216,10 @@ class Fleet:
             for state in self._states.values()
             if state.member.role.is_worker and state.phase is Phase.READY and state.place is not None
         )
-        return [Publish(router.place.address, workers)]
+        present = {member.name for member, _ in workers}
+        absent = tuple(
+            state.member
+            for state in self._states.values()
+            if state.member.role.is_worker and state.member.name not in present
+        )
+        return [Publish(router.place.address, workers, absent)]

@@ -58,7 +58,10 @@ class Publisher:
                 await self._send(router_pb2_grpc.RouterStub(channel), publish)
 
     async def _send(self, stub: "router_pb2_grpc.RouterAsyncStub", publish: Publish) -> None:
-        request = router_pb2.SetWorkersRequest(workers=[_encode(member, place) for member, place in publish.workers])
+        request = router_pb2.SetWorkersRequest(
+            workers=[_encode(member, place) for member, place in publish.workers],
+            absent=[router_pb2.WorkerAddress(worker_id=one.name, role=_ROLES[one.role]) for one in publish.absent],
+        )
         pause = _RETRY_FIRST_S
         while not self._changed.is_set():
             try:

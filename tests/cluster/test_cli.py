@@ -75,6 +75,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServ
             model=inference_pb2.ModelInfo(id="tiny", context_tokens=64),
             uptime_s=3.5,
             transports=["shm"],
+            degraded=["no prefill worker can be used: p0 lost"],
         )
 
 
@@ -125,15 +126,18 @@ def test_chat_sends_the_whole_conversation(gateway: str) -> None:
 def test_status_json_has_every_key(gateway: str) -> None:
     status = json.loads(baton("status", "--addr", gateway, "--json").stdout)
 
-    assert status.keys() == {"workers", "router", "gateway", "transports", "model", "uptime"}
+    assert status.keys() == {"workers", "router", "gateway", "degraded", "transports", "model", "uptime"}
     [worker] = status["workers"]
     assert (worker["id"], worker["role"], worker["node"], worker["state"]) == ("decode-0", "decode", "here", "ready")
     assert worker["blocks"] == {"free": 5, "used": 2, "kept": 1}
     assert (worker["queued_tokens"], worker["running_sequences"]) == (9, 0)
+    assert status["degraded"] == ["no prefill worker can be used: p0 lost"]
 
 
 def test_status_for_people_names_the_workers(gateway: str) -> None:
-    assert "decode-0" in baton("status", "--addr", gateway).stdout
+    shown = baton("status", "--addr", gateway).stdout
+    assert "decode-0" in shown
+    assert "degraded: no prefill worker can be used: p0 lost\n" in shown
 
 
 def test_a_refusal_keeps_the_clusters_words(gateway: str) -> None:

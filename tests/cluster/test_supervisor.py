@@ -26,6 +26,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     def __init__(self, num_refusals: int = 0) -> None:
         self.lists: asyncio.Queue[list[tuple[str, str]]] = asyncio.Queue()
         self.num_refusals = num_refusals
+        self.absent: list[list[str]] = []
 
     async def SetWorkers(  # noqa: N802 - the protocol's name
         self,
@@ -35,6 +36,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         if self.num_refusals > 0:
             self.num_refusals -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        self.absent.append([worker.worker_id for worker in request.absent])
         self.lists.put_nowait([(worker.worker_id, worker.address) for worker in request.workers])
         return router_pb2.SetWorkersReply()
 
@@ -182,6 +184,8 @@ def test_a_dead_worker_is_replaced_and_the_router_told() -> None:
         while await stage.next_list() != [("decode-0", "decode-0:2")]:
             pass
         assert "kill decode-0" in stage.launcher.journal
+        assert ["decode-0"] in stage.router.absent  # the router was told whom to miss meanwhile
+        assert stage.router.absent[-1] == []
 
     on_stage(scenario)
 

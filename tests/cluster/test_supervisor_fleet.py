@@ -173,6 +173,7 @@ def test_one_life_runs_at_a_time_and_the_router_knows_exactly_the_ready_workers(
     fleet, now = ready_fleet(), 0.0
     running = {member.name: {1} for member in MEMBERS}
     known: set[str] = {"prefill-0", "decode-0"}
+    missed: set[str] = set()
     for kind, name, age, wait in events:
         now += wait
         life = next(s.life for s in fleet.snapshot() if s.member.name == name) - age
@@ -189,6 +190,7 @@ def test_one_life_runs_at_a_time_and_the_router_knows_exactly_the_ready_workers(
                     running[action.member.name].add(action.life)
                 case Publish():
                     known = {member.name for member, _ in action.workers}
+                    missed = {member.name for member in action.absent}
                 case GiveUp():
                     pytest.fail("gave up after the first start")
         states = {s.member.name: s for s in fleet.snapshot()}
@@ -196,4 +198,6 @@ def test_one_life_runs_at_a_time_and_the_router_knows_exactly_the_ready_workers(
         assert all(len(lives) <= 1 for lives in running.values())
         assert all(bool(running[n]) == (s.phase is not Phase.BACKOFF) for n, s in states.items())
         if states["router"].phase is Phase.READY:
-            assert known == {n for n, s in states.items() if s.member.role.is_worker and s.phase is Phase.READY}
+            workers = {n: s for n, s in states.items() if s.member.role.is_worker}
+            assert known == {n for n, s in workers.items() if s.phase is Phase.READY}
+            assert missed == workers.keys() - known

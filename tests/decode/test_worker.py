@@ -134,6 +134,35 @@ def test_the_summary_tells_what_prefill_reused_and_how_the_kv_travelled() -> Non
     asyncio.run(main())
 
 
+def test_a_prompt_is_prefilled_and_handed_over_during_one_decode_step_and_decoded_in_the_very_next_one() -> None:
+    """FIELD_PROBLEMS 56: nothing but the transfer lies between prefill and decode; no stage waits for its turn."""
+
+    async def main() -> None:
+        async with serving() as bench:
+            gate, steps = Gate(), list[set[int]]()
+
+            def on_step(batch: Sequence[ScheduledChunk]) -> None:
+                steps.append({chunk.sequence.token_ids[0] for chunk in batch})
+                gate(batch)
+
+            prefill, decode = await bench.prefill(), await bench.decode(on_step=on_step)
+            async with Gateway(decode.address) as gateway:
+                gate.close()
+                await gateway.start("busy", prompt_of(9, 10), prefill, max_tokens=8)
+                await gate.arrived()
+                await gateway.start("next", prompt_of(9, 50), prefill, max_tokens=3)
+                await gateway.until(lambda: len(gateway.answers["next"].tokens) == 1)
+                await until_changed(prefill, lambda: prefill.endpoint.num_active == 0)
+                num_before = len(steps)
+                gate.open()
+                busy, following = await gateway.over("busy", "next")
+
+                assert (len(busy.tokens), len(following.tokens)) == (8, 3)
+                assert [50 in step for step in steps].index(True) == num_before
+
+    asyncio.run(main())
+
+
 def test_blocks_that_the_decode_worker_holds_are_not_sent() -> None:
     async def main() -> None:
         async with serving() as bench:

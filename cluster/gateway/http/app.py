@@ -21,8 +21,8 @@ from cluster.gateway.http.openapi import DOCS_PAGE, document
 from cluster.gateway.http.refusals import HttpError, refusal_of
 from cluster.gateway.http.services import DetokenizeRequest, TextService, TokenizeRequest
 from cluster.gateway.metrics import Metrics
-from cluster.gateway.ready import num_ready
-from cluster.gateway.router_client import RouterClient
+from cluster.gateway.ready import readiness
+from cluster.gateway.router_client import RouterClient, away
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.door import Door
 from common.config_doors import HttpConfig
@@ -194,12 +194,17 @@ class HttpFace:
 
     async def _ready(self, exchange: Exchange) -> None:
         """Say whether a request could be placed now."""
-        await exchange.reply_json(200, {"status": "ready", "workers": await num_ready(self._parts.router)})
+        workers, is_degraded = await readiness(self._parts.router)
+        await exchange.reply_json(200, {"status": "ready", "workers": workers, "is_degraded": is_degraded})
 
     async def _metrics(self, exchange: Exchange) -> None:
         assert self._hosting is not None
         self._parts.metrics.http_connections = self._hosting.num_connections
-        await exchange.reply(200, self._parts.metrics.page().encode(), _METRICS_TYPE)
+        try:
+            router = await self._parts.router.status()
+        except WorkerLostError as error:
+            router = away(error)
+        await exchange.reply(200, self._parts.metrics.page(router).encode(), _METRICS_TYPE)
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.reply_json(200, document())

@@ -24,7 +24,7 @@ from cluster.gateway.kserve.asking import Asked, read_request
 from cluster.gateway.kserve.tensors import Tensor, add_outputs
 from cluster.gateway.permissions import may_use
 from cluster.gateway.progress import Delta
-from cluster.gateway.ready import num_ready
+from cluster.gateway.ready import readiness
 from cluster.gateway.router_client import RouterClient
 from cluster.tenants.callers import CALLER
 from cluster.tenants.door import Door
@@ -216,7 +216,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def _is_ready(self) -> bool:
         try:
-            await num_ready(self._router)
+            await readiness(self._router)
         except BatonError:
             return False
         return True

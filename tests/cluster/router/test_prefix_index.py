@@ -210,8 +210,8 @@ def test_memory_is_flat_while_a_million_distinct_prompts_come_and_go() -> None:
     numbers = itertools.count(1)
     held: deque[list[bytes]] = deque()
 
-    def come_and_go(*prompts: int) -> int:
-        for first in range(*prompts, AT_ONCE):
+    def come_and_go(begin: int, end: int) -> int:
+        for first in range(begin, end, AT_ONCE):
             held.append([number.to_bytes(HASH_BYTES, "little") for number in range(first, first + AT_ONCE)])
             assert index.match("w", [common, held[-1][0]]) == 1
             assert index.apply("w", next(numbers), True, held[-1])

@@ -151,6 +151,21 @@ def test_without_the_fallback_a_request_fails_while_no_prefill_worker_can_be_use
     assert router.counters["local_prefill_fallback"] == 0
 
 
+def test_a_prefill_worker_whose_process_is_gone_is_missed_like_one_that_is_lost() -> None:
+    """Its supervisor takes it out of the list until it is back: that must not look like a cluster without any."""
+    router = make(P0, D0)
+    router.set_workers([D0], absent=[P0])
+    assert ids(router.place(ask())) == ("d0", None)
+    assert router.counters["local_prefill_fallback"] == 1
+
+    strict = Router(POLICIES["cost"](), Random(0), falls_back=False)
+    strict.set_workers([D0], absent=[P0])
+    strict.welcome("d0", facts())
+    strict.report("d0", WorkerLoad())
+    with pytest.raises(WorkerLostError, match="no prefill worker can take the prompt \\(1 absent\\)"):
+        strict.place(ask())
+
+
 def test_an_excluded_prefill_worker_is_a_fallback_too() -> None:
     router = make(P0, D0)
 
