@@ -1,8 +1,8 @@
 """The simulated cluster: the real router in the middle, cost-model workers around it, one client.
 
 What is real: the router's core (index, policies, reservations, admission), and in each worker the scheduler of prompts
-or streams and the block pool; their numbered cache events and load reports reach the router without delay here. What is
-modelled: the time of steps and transfers (profile.py), and of a message (hop_s).
+or streams and the block pool; their numbered cache events and load reports reach the router as often as real ones, and
+without delay. What is modelled: the time of steps and transfers (profile.py), and of a message (hop_s).
 """
 
 import math
@@ -24,7 +24,7 @@ from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
 from loadtest.simulator.prefill import PrefillWorker
 from loadtest.simulator.profile import Profile
-from loadtest.simulator.worker import Link, SimulatedWorker, transfer
+from loadtest.simulator.worker import REPORT_INTERVAL_S, Link, SimulatedWorker, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +114,15 @@ class SimulatedCluster:
         self._end(job, self._failed(job, error))
 
     def on_load(self, worker: SimulatedWorker) -> None:
-        """Pass on what a worker's cache gained and lost, and its load."""
-        pool = worker.books.pool
-        for change in pool.drain_events():
-            self.router.index.apply(worker.worker_id, change.number, change.stored, change.hashes)
-        load = WorkerLoad(
-            worker.queued_tokens,
-            worker.num_waiting,
-            worker.num_running,
-            used_blocks=pool.num_used,
-            free_blocks=pool.num_free,
-            steps=worker.done.totals,
-        )
-        self.router.report(worker.worker_id, load)
-        self.front.pump()
+        """Let a worker report now, or, as real ones do, when its last report is an interval old."""
+        now, due = self._timeline.now(), worker.reported_at + REPORT_INTERVAL_S
+        if worker.reported_at > now:
+            return  # it is about to
+        if due <= now:
+            self._report(worker)
+        else:
+            worker.reported_at = due
+            self._timeline.at(due, partial(self._report, worker))
 
     def link_of(self, worker_id: str) -> Link:
         """Return a worker's link."""
@@ -164,6 +159,24 @@ class SimulatedCluster:
             else:
                 self._workers[name] = self._decode[name] = DecodeWorker(name, profile, timeline, self, self._keeps_gaps)
             self.router.report(name, WorkerLoad())
+
+    def _report(self, worker: SimulatedWorker) -> None:
+        """Pass on what a worker's cache gained and lost, and its load."""
+        worker.reported_at = self._timeline.now()
+        worker.catch_up()
+        pool = worker.books.pool
+        for change in pool.drain_events():
+            self.router.index.apply(worker.worker_id, change.number, change.stored, change.hashes)
+        load = WorkerLoad(
+            worker.queued_tokens,
+            worker.num_waiting,
+            worker.num_running,
+            used_blocks=pool.num_used,
+            free_blocks=pool.num_free,
+            steps=worker.done.totals,
+        )
+        self.router.report(worker.worker_id, load)
+        self.front.pump()
 
     def _place(self, job: Job) -> None:
         targets = job.level

@@ -134,7 +134,7 @@ class DecodeWorker(SimulatedWorker):
 
     def land(self, job: Job) -> None:
         """All KV of a request's prompt is here, and its first token."""
-        self._catch_up()
+        self.catch_up()
         stream = self._streams[job]
         sequence = stream.sequence
         sequence.num_tokens += 1
@@ -156,9 +156,17 @@ class DecodeWorker(SimulatedWorker):
         self.books.pool.release(stream.sequence.block_table)
         self._changed()
 
+    def catch_up(self) -> None:
+        """Bring the books up to the steps that are over; the last one of a stretch is `_end`'s."""
+        if self._stretch is None:
+            return
+        num_steps = self._stretch.steps_begun(self._timeline.now()) - 1
+        if num_steps > max(self._num_quiet, self._num_applied):
+            self._apply(num_steps)
+
     def receive(self, names: Sequence[bytes]) -> None:
         """See SimulatedWorker."""
-        self._catch_up()
+        self.catch_up()
         super().receive(names)
 
     def check_idle(self) -> None:
@@ -169,7 +177,7 @@ class DecodeWorker(SimulatedWorker):
 
     def _changed(self) -> None:
         """Take note that a request has come or gone while a stretch may run."""
-        self._catch_up()
+        self.catch_up()
         self._admit()
         self._wake()
         self._events.on_load(self)
@@ -281,14 +289,6 @@ class DecodeWorker(SimulatedWorker):
         chunks = [*(PlannedChunk(stream, 1) for stream in self._decoding), *self._prompts]
         for before, after in pairwise(map(stretch.end_of, range(stretch.num_steps + 1))):
             self._scheduler.ran(chunks, after - before)
-
-    def _catch_up(self) -> None:
-        """Bring the books up to the steps that are over; the last one of a stretch is `_end`'s."""
-        if self._stretch is None:
-            return
-        num_steps = self._stretch.steps_begun(self._timeline.now()) - 1
-        if num_steps > max(self._num_quiet, self._num_applied):
-            self._apply(num_steps)
 
     def _apply(self, num_steps: int) -> None:
         """Note that so many steps of the stretch are over, as far as they decode."""

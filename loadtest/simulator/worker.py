@@ -1,5 +1,6 @@
 """What simulated workers of all roles have in common: real books, a count of their work, one link."""
 
+import math
 from collections.abc import Sequence
 
 from common.errors import OverloadedError
@@ -8,6 +9,10 @@ from loadtest.simulator.job import Job
 from loadtest.simulator.profile import Profile
 from loadtest.simulator.sequence import SimulatedSequence
 from loadtest.simulator.step_count import StepCount
+
+
+REPORT_INTERVAL_S = 0.03
+"""Shortest time between two reports of a worker, as in engine/service.py: what changes meanwhile is told together."""
 
 
 class Link:
@@ -32,6 +37,8 @@ class SimulatedWorker:
         self.books = Bookkeeping(profile.pool_blocks, profile.block_tokens, profile.context_tokens)
         self.done = StepCount()
         self.link = Link()
+        self.reported_at = -math.inf
+        """When it last told its load, or will: before that it need not be asked again."""
         self._profile = profile
 
     @property
@@ -48,6 +55,9 @@ class SimulatedWorker:
     def num_running(self) -> int:
         """Requests with blocks."""
         raise NotImplementedError
+
+    def catch_up(self) -> None:
+        """Bring the books up to the moment."""
 
     def num_missing(self, names: Sequence[bytes]) -> int:
         """Return how many of these blocks, the prefix that is here left out, are not here."""
