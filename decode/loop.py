@@ -143,10 +143,10 @@ class DecodeLoop:
             self._counters["preemptions_total"] += 1
             log(_logger, logging.INFO, "preempted", request_id=stream.request_id, worker_id=self._worker_id)
         self._planned, self._planned_s = plan.chunks, self._clock.now()
-        for stream, _ in plan.chunks:
+        for stream, _ in self._planned:
             if stream.chunk_started_s is None:
                 stream.chunk_started_s = self._planned_s
-        return [ScheduledChunk(stream.sequence, num_tokens) for stream, num_tokens in plan.chunks]
+        return [ScheduledChunk(stream.sequence, num_tokens) for stream, num_tokens in self._planned]
 
     def apply(self, batch: Seq[ScheduledChunk], outputs: Seq[TokenOutput | None]) -> None:
         """Take a step's results; those of streams that ended meanwhile are dropped."""

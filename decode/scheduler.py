@@ -2,7 +2,6 @@
 
 import bisect
 import enum
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -57,8 +56,15 @@ class PlannedChunk(NamedTuple, Generic[S]):
 class StepPlan(NamedTuple, Generic[S]):
     """A step, and which streams lost their blocks so that the others could go on."""
 
-    chunks: list[PlannedChunk[S]]
+    decodes: list[S]
+    """Those that get their next token."""
+    prompts: list[PlannedChunk[S]]
     preempted: list[S]
+
+    @property
+    def chunks(self) -> list[PlannedChunk[S]]:
+        """All that is computed: a token of each that decodes, then the prompts'."""
+        return [*(PlannedChunk(stream, 1) for stream in self.decodes), *self.prompts]
 
 
 class DecodeScheduler(Generic[S]):
@@ -161,7 +167,7 @@ class DecodeScheduler(Generic[S]):
         as in prefill/scheduler.py: it is overtaken only until as many tokens as it has left have been computed.
         Not to be called while a step runs: it may preempt.
         """
-        chunks: list[PlannedChunk[S]] = []
+        decodes: list[S] = []
         preempted: list[S] = []
         prompts: list[S] = []
         for stream in list(self.running):
@@ -170,10 +176,8 @@ class DecodeScheduler(Generic[S]):
             if stream.sequence.num_uncomputed > 1:
                 prompts.append(stream)
             elif self._grow(stream, preempted):
-                chunks.append(PlannedChunk(stream, 1))
-        if prompts:
-            chunks += self._prompt_chunks(prompts, len(chunks))
-        return StepPlan(chunks, preempted)
+                decodes.append(stream)
+        return StepPlan(decodes, self._prompt_chunks(prompts, len(decodes)) if prompts else [], preempted)
 
     def ran(self, chunks: Seq[PlannedChunk[S]], seconds: float) -> None:
         """Note how long a step with these chunks took."""
@@ -181,17 +185,19 @@ class DecodeScheduler(Generic[S]):
             sizes = [num_tokens for _, num_tokens in chunks]
             self._chunk_budget.observe(sizes.count(1), sum(size for size in sizes if size > 1), seconds)
 
-    def _prompt_chunks(self, prompts: list[S], num_decoding: int) -> Iterator[PlannedChunk[S]]:
+    def _prompt_chunks(self, prompts: list[S], num_decoding: int) -> list[PlannedChunk[S]]:
         budget = self._token_budget - num_decoding
         if num_decoding and self._chunk_budget is not None:
             budget = min(budget, self._chunk_budget.tokens())
+        chunks = []
         for stream in sorted(prompts, key=_rank):
             num_tokens = min(budget, stream.sequence.num_uncomputed)
             if num_tokens <= 0:
-                return
-            yield PlannedChunk(stream, num_tokens)
+                break
+            chunks.append(PlannedChunk(stream, num_tokens))
             budget -= num_tokens
             self._num_scheduled_tokens += num_tokens
+        return chunks
 
     def _reserve(self, stream: S) -> bool:
         """Take the cached prefix and blocks for the rest, and one token more, so that its first decode needs none."""

@@ -84,7 +84,7 @@ Prompt = TokenPrompt | TextPrompt | ChatPrompt
 
 def content_id(*names: str | int) -> int:
     """Return the number of the content with these names; other names, another number."""
-    digest = hashlib.blake2b("/".join(str(name) for name in names).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -66,11 +67,12 @@ class SyntheticWorkload(Node):
         """Yield endless sessions of one turn."""
         rng = Random(f"synthetic/{seed}")
         number = 0
+        prefix_id = cache(partial(content_id, "prefix", seed))
         while True:
             length = _around(rng, self.prompt_tokens, self.spread)
             parts: tuple[Segment, ...] = ()
             if self.prefixes and self.prefix_tokens:
-                parts = (Segment(content_id("prefix", seed, rng.randrange(self.prefixes)), self.prefix_tokens),)
+                parts = (Segment(prefix_id(rng.randrange(self.prefixes)), self.prefix_tokens),)
             unique = max(1, length - sum(part.num_tokens for part in parts))
             prompt = TokenPrompt((*parts, Segment(content_id("unique", seed, number), unique)))
             yield Session(number, (Turn(prompt, _around(rng, self.output_tokens, self.spread)),))

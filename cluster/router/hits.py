@@ -1,7 +1,9 @@
 """Who holds how much of one prompt: the answer of the prefix index to one question."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Level(NamedTuple):
@@ -42,18 +44,22 @@ class Hits(NamedTuple):
         """Return how many of them are in its pool or its host's memory."""
         return _blocks(self.in_memory, self.bits.get(worker_id, 0))
 
-    def names_of(self, holders: int, start: int = 0) -> Iterator[str]:
-        """Yield the workers in a bit set, from bit `start` on and then from the first one on."""
+    def those_of(self, holders: int, among: Mapping[str, T], limit: int, first: str = "") -> list[T]:
+        """Return at most `limit` of those of `among` (by worker) that are in a bit set, from worker `first` on."""
+        found: list[T] = []
+        start = max(0, self.bits.get(first, 0).bit_length() - 1)
         later = holders >> start
-        yield from self._names(later, start)
-        yield from self._names(holders ^ later << start, 0)
-
-    def _names(self, holders: int, offset: int) -> Iterator[str]:
-        while holders:
-            below = (holders & -holders).bit_length()
-            offset += below
-            yield self.names[offset - 1]
-            holders >>= below
+        for part, offset in ((later, start), (holders ^ later << start, 0)):
+            while part:
+                below = (part & -part).bit_length()
+                part >>= below
+                offset += below
+                member = among.get(self.names[offset - 1])
+                if member is not None:
+                    found.append(member)
+                    if len(found) == limit:
+                        return found
+        return found
 
     def raised(self, expected: Mapping[str, int]) -> "Hits":
         """Return the hits with these workers' at least so high, in the pool."""

@@ -109,7 +109,11 @@ class PrefixIndex:
     def holds_any(self, worker_id: str) -> bool:
         """Whether a worker holds a block."""
         held = self._workers.get(worker_id)
-        return held is not None and any(entry.num_keys for entry in held.entries.values())
+        if held is not None:
+            for entry in held.entries.values():
+                if entry.num_keys:
+                    return True
+        return False
 
     @property
     def num_blocks(self) -> int:

@@ -29,6 +29,8 @@ from common.errors import MismatchError
 from common.logs import log
 
 _LOG = logging.getLogger(__name__)
+_HOLDERS_MAX = 32
+"""Holders of a prefix among whom the one that pushes it is chosen."""
 
 
 class Router:
@@ -325,13 +327,11 @@ class Router:
         return reservation
 
     def _holder(self, question: Question) -> WorkerInfo | None:
-        """Return the least busy of those that hold most of the prompt."""
+        """Return the least busy of those that hold most of the prompt, of many of some of them."""
         assert question.deepest is not None
-        holders = [self.workers.get(name) for name in question.hits.names_of(question.deepest.holders)]
-        return min(
-            (worker for worker in holders if worker is not None),
-            key=lambda worker: worker.candidate.num_sequences,
-        ).info
+        hits = question.hits
+        holders = hits.those_of(question.deepest.holders, self.workers.rows, _HOLDERS_MAX, self._rng.choice(hits.names))
+        return min(holders, key=lambda worker: worker.candidate.num_sequences).info
 
     def _count_local_prefill(self, request: PlacementRequest, was_forced: bool) -> None:
         """Count that a decode worker prefills although there should be others for that: chosen, or for want of them."""

@@ -90,18 +90,14 @@ class StepLearner:
         """Observations' worth of each component."""
         self._leans = elders is not None
         """Whether a coefficient is the elders'."""
-        self._count = 0
+        self.num_observations = 0
+        """Observations taken."""
         self._elders_seen = 0
         is_fresh = elders is None or not elders.num_observations
         shape, scale = _SHAPE_VARIANCE, _SCALE_VARIANCE if is_fresh else 0.0
         self._variance = [[scale + (shape if i == j else 0.0) for j in range(_FIELDS)] for i in range(_FIELDS)]
         self._before: StepTotals | None = None
         self._wanted_s = _FIRST_BUSY_S
-
-    @property
-    def num_observations(self) -> int:
-        """Observations taken."""
-        return self._count
 
     def report(self, totals: StepTotals) -> bool:
         """Take a worker's totals; learn when enough was computed since the last time.
@@ -138,7 +134,7 @@ class StepLearner:
             now.context_tokens - before.context_tokens,
         )
         # They hear of all workers: of one that has told its own, less will do.
-        if self._elders is not None and (self._count < _TOLD_ALL or self._count % _TOLD_EVERY == 0):
+        if self._elders is not None and (self.num_observations < _TOLD_ALL or self.num_observations % _TOLD_EVERY == 0):
             self._elders.observe(amounts, now.seconds - before.seconds)
         self.observe(amounts, now.seconds - before.seconds)
 
@@ -155,7 +151,7 @@ class StepLearner:
         if expected <= 0:
             return
         shares = [part / expected for part in parts]
-        limit = _FIRST_SURPRISE_MAX if self._count < _FIRST_OBSERVATIONS else _SURPRISE_MAX
+        limit = _FIRST_SURPRISE_MAX if self.num_observations < _FIRST_OBSERVATIONS else _SURPRISE_MAX
         surprise = max(-limit, min(limit, math.log(seconds / expected)))
         variance = self._variance
         spread = [sum(map(mul, row, shares)) for row in variance]
@@ -166,7 +162,7 @@ class StepLearner:
             self._seen[i] += shares[i]
             row[:] = [its - gain * of for its, of in zip(row, spread, strict=True)]
             row[i] = min(row[i] + _DRIFT_VARIANCE, _SCALE_VARIANCE + _SHAPE_VARIANCE)
-        self._count += 1
+        self.num_observations += 1
         self._leans = self._elders is not None and min(self._seen) < _OWN_SHARE
         self._mix()
 

@@ -1,7 +1,7 @@
 """What the router knows of each worker: who it is, how it fares, what it reported, what was placed on it."""
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -306,6 +306,11 @@ class WorkerTable:
         self._ready: dict[tuple[Role, ...], Ready] = {}
         self.absent: tuple[WorkerInfo, ...] = ()
         """Those that should exist and have no process now; they have no row."""
+
+    @property
+    def rows(self) -> Mapping[str, Worker]:
+        """All rows by id."""
+        return self._workers
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())

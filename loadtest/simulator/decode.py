@@ -206,37 +206,40 @@ class DecodeWorker(SimulatedWorker):
     def _begin(self) -> None:
         """Plan a step, and take as many together as are sure to be like it."""
         self._admit()
-        now = self._timeline.now()
         plan = self._scheduler.plan()
         self.num_preemptions += len(plan.preempted)
-        self._decoding, self._prompts = [], []
-        fresh: list[_SimulatedStream] = []
-        step, extra_s, context = self._profile.step, 0.0, 0
-        for chunk in plan.chunks:
-            stream, num_tokens = chunk
-            sequence = stream.sequence
-            if sequence.num_uncomputed == 1 and (num_output := sequence.num_output_tokens):
-                self._decoding.append(stream)
-                context += sequence.num_tokens
-                if num_output == 1:
-                    fresh.append(stream)
-                continue
-            self._prompts.append(chunk)
-            extra_s += step.prefill_s(num_tokens, sequence.num_computed)
-            if stream.job.prefill_started is None:
-                stream.job.prefill_started, stream.job.num_cached = now, sequence.num_cached
-        self._num_applied = 0
-        if not plan.chunks:
+        self._decoding = [stream for stream in plan.decodes if stream.sequence.num_output_tokens]
+        self._prompts = plan.prompts
+        if len(self._decoding) < len(plan.decodes):  # of whose prompts all but a token was cached
+            firsts = (stream for stream in plan.decodes if not stream.sequence.num_output_tokens)
+            self._prompts = [*(PlannedChunk(stream, 1) for stream in firsts), *plan.prompts]
+        self._num_applied = self._num_quiet = 0
+        if not plan.decodes and not plan.prompts:
             self._stretch = None
             return
-        num_steps, self._num_quiet = 1, 0
+        num_steps = 1
         if not self._prompts and not plan.preempted:  # what was preempted may be admitted again at the next step
             num_steps = min(self._num_fitting(), self._num_until_one_ends(), self._stretch_max)
             self._num_quiet = self._num_until_a_block_is_full()
-        self._stretch = stretch = Stretch.of(step, now, num_steps, len(self._decoding), context, extra_s)
+        self._stretch = self._stretch_of(num_steps)
+        self._await_end(self._stretch)
+
+    def _stretch_of(self, num_steps: int) -> Stretch:
+        """Return the stretch that begins now, and note what begins with it."""
+        now, step, context, extra_s = self._timeline.now(), self._profile.step, 0, 0.0
+        fresh = []
+        for stream in self._decoding:
+            context += stream.sequence.num_tokens
+            if stream.sequence.num_output_tokens == 1:
+                fresh.append(stream)
+        for stream, num_tokens in self._prompts:
+            extra_s += step.prefill_s(num_tokens, stream.sequence.num_computed)
+            if stream.job.prefill_started is None:
+                stream.job.prefill_started, stream.job.num_cached = now, stream.sequence.num_cached
+        stretch = Stretch.of(step, now, num_steps, len(self._decoding), context, extra_s)
         for stream in fresh:
             stream.job.second_token = stretch.end_of(1)
-        self._await_end(stretch)
+        return stretch
 
     def _num_until_one_ends(self) -> int:
         return min(stream.end_tokens - stream.sequence.num_tokens for stream in self._decoding)

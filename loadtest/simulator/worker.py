@@ -10,7 +10,6 @@ from loadtest.simulator.profile import Profile
 from loadtest.simulator.sequence import SimulatedSequence
 from loadtest.simulator.step_count import StepCount
 
-
 REPORT_INTERVAL_S = 0.03
 """Shortest time between two reports of a worker, as in engine/service.py: what changes meanwhile is told together."""
 

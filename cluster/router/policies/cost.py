@@ -1,7 +1,6 @@
 """The least time, of this request and of those it hinders, within the targets. See README.md."""
 
 from collections.abc import Sequence
-from itertools import islice
 from random import Random
 from typing import Protocol
 
@@ -62,9 +61,8 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
         count = level.holders.bit_count()
         if count > _FEW and level.holders & hits.bits.get(idlest.worker_id, 0):
             continue  # the least busy of all is the least busy of these
-        start = rng.randrange(len(hits.names)) if count > _HOLDERS else 0
-        holders = (group.by_id[name] for name in hits.names_of(level.holders, start) if name in group.by_id)
-        members = list(islice(holders, _HOLDERS))
+        first = rng.choice(seen).worker_id if count > _HOLDERS else ""
+        members = hits.those_of(level.holders, group.by_id, _HOLDERS, first)
         if len(members) > _FEW:
             members = [_least(members, loads(question, members), rng)]
         found.update((candidate.worker_id, candidate) for candidate in members)
