@@ -1,7 +1,7 @@
 """Below the pool: what it evicts goes to a bounded part of the host's memory, from there to disk, and can come back.
 
-Evicted blocks are copied on the worker's loop, since their memory is given away at once: a copy each from a pool in
-host memory, a download each from a pool in a GPU's, for which the loop waits.
+Evicted blocks are copied on the worker's loop, since their memory is given away at once. Those of a pool in a GPU are
+only gathered on it, all in one launch, into memory beside the pool; another thread downloads them from there.
 """
 
 import asyncio
@@ -20,12 +20,15 @@ from engine.cache_log import CacheLog, CacheTier
 from engine.disk_tier import DiskTier
 from kvtransfer.codecs.base import Codec, Slabs
 from kvtransfer.codecs.registry import CODECS, codec_for
+from kvtransfer.device import Device, DeviceBuffer
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import block_bytes_of
+from kvtransfer.pieces import Run, Runs
 from kvtransfer.store import BlockStore
 
 STAGED_BYTES_MAX = 64 << 20
-"""Evicted blocks that are copied but not encoded yet; beyond it evicted blocks are lost, as without tiers."""
+"""Evicted blocks that are copied (within a GPU, if they come from one) but not encoded yet; beyond it evicted blocks
+are lost, as without tiers."""
 COST_MEMORY_S = 30.0
 """How long a tier that was slower than computing is left alone."""
 BATCH_BLOCKS = 32
@@ -39,12 +42,25 @@ class _Cost(NamedTuple):
     measured_s: float
 
 
+class _Parked(NamedTuple):
+    """A block that has left the pool of a device and lies beside it."""
+
+    device: Device
+    buffer: DeviceBuffer
+
+    def download(self) -> memoryview:
+        """Return its bytes; blocks."""
+        target = self.device.pinned(self.buffer.num_bytes)
+        self.device.download(self.buffer, target)
+        return target
+
+
 class _Source(NamedTuple):
     """What a block is restored from."""
 
     block_hash: bytes
-    data: bytes | None
-    """What this memory has of it; None: a file has it, if anything."""
+    data: bytes | _Parked | None
+    """What this process has of it; None: a file has it, if anything."""
     is_raw: bool
     """Whether `data` is not encoded yet."""
 
@@ -68,7 +84,7 @@ class BlockTiers:
         self._slabs = Slabs.of(store.layout, 1, store.layout.num_layers)
         self._host_bytes_max = host_bytes
         self._disk = disk
-        self._staged: OrderedDict[bytes, bytes] = OrderedDict()
+        self._staged: OrderedDict[bytes, bytes | _Parked] = OrderedDict()
         self._host: OrderedDict[bytes, bytes] = OrderedDict()
         self._host_bytes = 0
         self._costs: dict[CacheTier, _Cost] = {}
@@ -87,18 +103,20 @@ class BlockTiers:
 
     def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Copy blocks that the pool is about to give away; those that are here already are only noted as used."""
-        block_bytes = self._store.layout.block_bytes
+        room = STAGED_BYTES_MAX // self._store.layout.block_bytes - len(self._staged)
+        leaving: list[tuple[int, bytes]] = []
         for block_id, block_hash in blocks:
             if block_hash in self._host:
                 self._host.move_to_end(block_hash)
             elif self._disk is not None and block_hash in self._disk:
                 self._disk.touch(block_hash)
-            elif (len(self._staged) + 1) * block_bytes > STAGED_BYTES_MAX:
+            elif len(leaving) == room:
                 self.counters["tier_blocks_dropped_total"] += 1
             else:
-                with block_bytes_of(self._store, block_id) as block:
-                    self._staged[block_hash] = bytes(block)
-                self._wake.set()
+                leaving.append((block_id, block_hash))
+        if leaving:
+            self._stage(leaving)
+            self._wake.set()
 
     def peek(self, hashes: Sequence[bytes], block_s: float = math.inf) -> int:
         """Return how many of the first `hashes` are here, and restored sooner than in `block_s` each."""
@@ -149,6 +167,18 @@ class BlockTiers:
                 await self._encode()
                 await self._shrink()
 
+    def _stage(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        device, size = self._store.device, self._store.layout.block_bytes
+        if device is None:
+            for block_id, block_hash in blocks:
+                with block_bytes_of(self._store, block_id) as block:
+                    self._staged[block_hash] = bytes(block)
+            return
+        buffer = device.buffer(len(blocks) * size)
+        device.gather(Runs.of([Run(block_id * size, i * size, size) for i, (block_id, _) in enumerate(blocks)]), buffer)
+        for i, (_, block_hash) in enumerate(blocks):
+            self._staged[block_hash] = _Parked(device, buffer.part(i * size, size))
+
     async def _encode(self) -> None:
         batch = [(key, self._staged[key]) for key in list(self._staged)[:BATCH_BLOCKS]]
         encoded = await asyncio.to_thread(lambda: [self._encoded(raw) for _, raw in batch])
@@ -163,10 +193,11 @@ class BlockTiers:
         if kept:
             self._log.note(True, kept, CacheTier.HOST)
 
-    def _encoded(self, raw: bytes) -> bytes | None:
+    def _encoded(self, staged: bytes | _Parked) -> bytes | None:
         """Return a block encoded; None if its values cannot be. On another thread."""
+        raw = staged.download() if isinstance(staged, _Parked) else memoryview(staged)
         try:
-            return bytes(self._codec.encode(memoryview(raw), self._slabs))
+            return bytes(self._codec.encode(raw, self._slabs))
         except TransferError:
             return None
 
@@ -202,13 +233,13 @@ class BlockTiers:
             self._log.note(False, surplus, CacheTier.DISK)
 
     def _source(self, block_hash: bytes) -> _Source:
-        raw = self._staged.get(block_hash)
-        return _Source(block_hash, self._host.get(block_hash) if raw is None else raw, raw is not None)
+        staged = self._staged.get(block_hash)
+        return _Source(block_hash, self._host.get(block_hash) if staged is None else staged, staged is not None)
 
     def _read(self, sources: Sequence[_Source], block_ids: Sequence[int]) -> int:
         """Fill blocks of the pool; on another thread."""
         for count, (source, block_id) in enumerate(zip(sources, block_ids, strict=True)):
-            data = source.data
+            data = source.data.download() if isinstance(source.data, _Parked) else source.data
             if data is None and self._disk is not None:
                 data = self._disk.read(source.block_hash)
             if data is None:

@@ -1,6 +1,7 @@
 """What the pool evicts comes back byte for byte, from memory or disk, after a restart too, within its bounds."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from engine.tiers import BlockTiers
 from kvtransfer.codecs.base import Codec, Slabs
 from kvtransfer.codecs.raw import RawCodec
 from kvtransfer.codecs.registry import CODECS
+from kvtransfer.device import DeviceBuffer
 from kvtransfer.fake import FakeBlockStore
-from kvtransfer.fake_device import FakeDeviceStore
+from kvtransfer.fake_device import FakeDevice, FakeDeviceStore
+from kvtransfer.pieces import Runs
 
 Store = FakeBlockStore | FakeDeviceStore
 LIMIT_S = 10.0
@@ -118,6 +121,49 @@ def test_evicted_blocks_come_back_from_the_host_before_and_after_they_are_encode
             assert bench.tiers.peek([name(1), name(2), name(9), name(3)]) == 2
             assert await bench.restore(1, 2, 3) == 3
             bench.follow()
+
+    run(scenario)
+
+
+class WatchedDevice(FakeDevice):
+    """Remembers which threads copied within the device, and which out of it."""
+
+    gathers: list[int]
+    downloads: list[int]
+
+    def gather(self, runs: Runs, target: DeviceBuffer) -> None:
+        self.gathers.append(threading.get_ident())
+        super().gather(runs, target)
+
+    def download(self, source: DeviceBuffer, target: memoryview) -> None:
+        self.downloads.append(threading.get_ident())
+        super().download(source, target)
+
+
+class WatchedStore(FakeDeviceStore):
+    """A pool in a watched device."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.watched = WatchedDevice(self._pool.reshape(-1))
+        self.watched.gathers, self.watched.downloads = [], []
+        self.device = self.watched
+
+
+def test_the_loop_waits_for_one_copy_within_a_device_and_for_no_download() -> None:
+    async def scenario() -> None:
+        async with running(host_blocks=8, kind=WatchedStore) as bench:
+            assert isinstance(bench.store, WatchedStore)
+            watched = bench.store.watched
+            bench.keep(1, 2, 3)
+            bench.evict_all()
+            assert watched.gathers == [threading.get_ident()]
+            assert watched.downloads == []
+            await bench.settle()
+
+            assert len(watched.downloads) == 3
+            assert threading.get_ident() not in watched.downloads
+            assert await bench.restore(1, 2, 3) == 3
 
     run(scenario)
 
