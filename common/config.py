@@ -30,6 +30,8 @@ class EngineConfig(Node):
 
     backend: Literal["auto", "reference", "cpu", "cuda"] = "auto"
     """Forward pass; `auto` takes the fastest that this machine and the model allow."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto`: what the backend is made for, and the CPU for `reference`, which takes both."""
     weights: Literal["auto", "fp32", "bf16", "fp16", "w8", "q4"] = "auto"
     """Weight format; a format that the backend lacks is refused."""
     activations: Literal["int16", "int8"] = "int16"

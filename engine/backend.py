@@ -139,6 +139,16 @@ def require_format(weights: str, known: Collection[str]) -> None:
         raise ConfigError(f"engine.weights={weights} is not available here, only {', '.join(known)}")
 
 
+def require_device(device: str, known: Collection[str]) -> None:
+    """Refuse a device that a backend cannot compute on.
+
+    Raises:
+        ConfigError: it computes on others.
+    """
+    if device != "auto" and device not in known:
+        raise ConfigError(f"engine.device={device} is not possible here, only {', '.join(known)}")
+
+
 def _find(name: str) -> type[Backend]:
     module_name, _, class_name = BACKENDS[name].partition(":")
     try:

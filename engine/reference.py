@@ -1,4 +1,4 @@
-"""The reference backend: Hugging Face modules on the CPU, with their attention replaced by the paged one."""
+"""The reference backend: Hugging Face modules, with their attention replaced by the paged one."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -7,14 +7,16 @@ import torch
 from transformers import AttentionInterface
 
 from common.config import EngineConfig
+from common.errors import ConfigError
 from engine.attention.paged import AttentionPlan, PagedPool, paged_attention
-from engine.backend import BackendFacts, Outcome, require_format
+from engine.backend import BackendFacts, Outcome, require_device, require_format
 from engine.batch import Batch
 from engine.kv_cache import KVMemory
 from engine.step import LayerWatch
 from engine.weights import load_model
 
 ATTENTION_NAME = "baton_paged"
+CPU = torch.device("cpu")
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Weights that Hugging Face modules compute with here and in backend `cuda`."""
 
@@ -73,20 +75,54 @@ def facts_of(model: Any, weights: str, device: str = "cpu") -> BackendFacts:
     )
 
 
-class ReferenceBackend:
-    """Implements engine.backend.Backend for every supported family. Slow to decode, right by construction."""
+def first_gpu() -> torch.device:
+    """Return the first GPU that this process sees.
 
-    def __init__(self, model: Any, weights: str) -> None:
+    Raises:
+        ConfigError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("torch sees no GPU here, or is a build without CUDA")
+    return torch.device("cuda", 0)
+
+
+def moved(model: Any, device: torch.device) -> Any:
+    """Move a model's weights to where it computes.
+
+    Raises:
+        ConfigError: there is no room.
+    """
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"no room on {device} for the model's weights: {error}") from error
+
+
+class ReferenceBackend:
+    """Implements engine.backend.Backend for every supported family. Slow to decode, right by construction.
+
+    Computes on a CPU or a GPU; has not been run on a GPU yet.
+    """
+
+    def __init__(self, model: Any, weights: str, device: torch.device = CPU) -> None:
         self._model: Any = model
+        self._device = device
         self._pool: PagedPool | None = None
-        self.facts = facts_of(model, weights)
+        self.facts = facts_of(model, weights, str(device))
 
     @classmethod
     def load(cls, model_dir: Path, config: EngineConfig) -> Self:
-        """Load weights; see engine.backend.Backend. `auto` is fp32: CPUs without bf16 units only emulate it."""
+        """Load weights; see engine.backend.Backend.
+
+        Args:
+            model_dir: folder or `.gguf` file.
+            config: `weights` auto is fp32: CPUs without bf16 units only emulate it. `device` auto is the CPU.
+        """
+        require_device(config.device, ["cpu", "cuda"])
         name = "fp32" if config.weights == "auto" else config.weights
         require_format(name, FORMATS)
-        return cls(load_model(model_dir, ATTENTION_NAME, FORMATS[name]), name)
+        device = first_gpu() if config.device == "cuda" else CPU
+        return cls(moved(load_model(model_dir, ATTENTION_NAME, FORMATS[name]), device), name, device)
 
     def attach(self, kv: KVMemory) -> None:
         """Remember the pool."""
@@ -94,19 +130,59 @@ class ReferenceBackend:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, watch: LayerWatch | None = None) -> Outcome:
-        """Run one step; see engine.backend.Backend."""
+        """Run one step; see engine.backend.Backend. What it returns is on the device."""
         assert self._pool is not None, "attach comes first"
+        events = None if watch is None or self._device.type != "cuda" else _LayerEvents(watch)
         output = self._model(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
+            input_ids=batch.token_ids[None].to(self._device),
+            position_ids=batch.positions[None].to(self._device),
             use_cache=False,
-            logits_to_keep=batch.asked_rows,
+            logits_to_keep=batch.asked_rows.to(self._device),
             baton_plan=AttentionPlan.of(batch, self._pool),
-            baton_watch=watch,
+            baton_watch=watch if events is None else LayerWatch(events.marks, events.asked_for),
         )
-        return Outcome.of(output.logits[0], batch.logit_rows.shape[0])
+        if events is not None:
+            events.wait()
+        return self._finished(output.logits[0], batch)
 
     def close(self) -> None:
         """Drop weights and the view of the pool."""
         self._model = None
         self._pool = None
+
+    def _finished(self, logits: torch.Tensor, batch: Batch) -> Outcome:
+        """Return what `batch` asks for of [R + G, V] logits when the device is done.
+
+        Transfers and tiers may read the step's KV from then on, on streams of their own.
+        """
+        outcome = Outcome.of(logits, batch.logit_rows.shape[0])
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return outcome
+
+
+class _LayerEvents:
+    """Tells a watch of layers when the GPU has computed them, which is later than when they were asked of it.
+
+    Layers are waited for when the next group of them has been asked for, so that the GPU always has something to do.
+    """
+
+    def __init__(self, watch: LayerWatch) -> None:
+        self.marks = watch.marks
+        self._reached = watch.reached
+        self._asked: tuple[int, torch.cuda.Event] | None = None
+
+    def asked_for(self, num_layers: int) -> None:
+        """Note that the first `num_layers` layers are in the GPU's queue."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self.wait()
+        self._asked = (num_layers, event)
+
+    def wait(self) -> None:
+        """Wait for the layers that were asked for last, and tell."""
+        if self._asked is not None:
+            num_layers, event = self._asked
+            self._asked = None
+            event.synchronize()
+            self._reached(num_layers)

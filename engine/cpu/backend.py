@@ -12,7 +12,7 @@ from common.config import EngineConfig
 from common.control_groups import usable_cores
 from common.errors import ConfigError
 from common.logs import log
-from engine.backend import BackendFacts, Outcome, require_format
+from engine.backend import BackendFacts, Outcome, require_device, require_format
 from engine.batch import Batch
 from engine.cpu.architecture import Architecture, read_architecture
 from engine.cpu.build import Isa, supported_isas
@@ -92,6 +92,7 @@ class CpuBackend:
             config: `weights` auto is q4 where there is such a GGUF, else w8; `threads` is capped by the usable cores.
             isa: forces an instruction set; None: the best one here.
         """
+        require_device(config.device, ["cpu"])
         isas = supported_isas()
         if not isas:
             raise ConfigError("this machine has no AVX2")

@@ -39,6 +39,7 @@ GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
         pytest.param("cpu", marks=pytest.mark.skipif(not supported_isas(), reason="needs AVX2")),
         "cuda on the cpu",
         pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("reference on cuda", marks=pytest.mark.gpu),
     ]
 )
 def load(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
@@ -47,6 +48,8 @@ def load(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> I
 
     def make(family: str = "llama", **settings: Any) -> Engine:
         base = {"backend": request.param.partition(" ")[0], "weights": "fp32", "kv_dtype": "float32"}
+        if request.param == "reference on cuda":
+            base["device"] = "cuda"
         config = EngineConfig(**{**base, "block_tokens": BLOCK_TOKENS, "pool_blocks": 128, "threads": 1, **settings})
         if request.param == "cuda on the cpu":
             engines.append(engine_on_cpu(tiny_model(family), family, config, is_in_device=True))
@@ -54,7 +57,7 @@ def load(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> I
             engines.append(Engine.load(tiny_model(family), config, family))
         return engines[-1]
 
-    if request.param == "cuda":
+    if request.param in ("cuda", "reference on cuda"):
         require_gpu()
 
     yield make
@@ -340,6 +343,16 @@ def test_sequences_whose_logits_nobody_needs_get_the_same_tokens_beside_those_th
 
     assert _finish(engine, *sequences) == [generate(family, prompt) for prompt in prompts]
     assert not sequences[2].needs_logits  # since it has its least number of tokens
+
+
+@pytest.mark.parametrize(("backend", "device"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_device_that_the_backend_is_not_made_for_is_refused_in_words(
+    backend: str, device: str, tiny_model: Callable[[str], Path]
+) -> None:
+    config = EngineConfig.model_validate({"backend": backend, "device": device})
+
+    with pytest.raises(ConfigError, match=rf"backend {backend}: engine\.device={device} is not possible here, only"):
+        Engine.load(tiny_model("llama"), config, "tiny")
 
 
 def test_rules_that_shape_the_tokens_reach_the_sampler(load: Callable[..., Engine]) -> None:

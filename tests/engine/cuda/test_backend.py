@@ -113,6 +113,9 @@ def test_only_steps_of_generated_tokens_alone_have_a_fixed_shape() -> None:
     assert not is_decode_step(replace(batch, segments=(Segment(0, 2, 3),)))
 
 
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype_layout, torch.ops.aten.copy_.default)
+
+
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets no operation mix devices, but for copies, which it counts."""
 
@@ -124,7 +127,7 @@ class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_flatten((args, kwargs, result))[0] if isinstance(each, torch.Tensor)]
         if len({each.device.type for each in tensors}) > 1:
-            assert func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default), f"{func} mixes devices"
+            assert func in COPIES, f"{func} mixes devices"
             self.copies += 1
         return result
 
@@ -140,7 +143,7 @@ class PoolElsewhere(NamedTuple):
         return torch.zeros(shape, dtype=torch.bfloat16, device=ELSEWHERE)
 
 
-def elsewhere(folder: Path) -> tuple[Any, PagedPool]:
+def elsewhere(folder: Path) -> tuple[Any, Any]:
     """Return a model and a pool on a device that is not the CPU."""
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device(ELSEWHERE):
@@ -150,7 +153,7 @@ def elsewhere(folder: Path) -> tuple[Any, PagedPool]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pool: Any = PoolElsewhere(BlockLayout("m", "bfloat16", BLOCK_TOKENS, config.num_hidden_layers, heads, dim))
-    return model.eval().requires_grad_(False), PagedPool(pool)
+    return model.eval().requires_grad_(False), pool
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -159,12 +162,30 @@ def test_a_decode_step_on_a_gpu_copies_its_inputs_once_and_never_waits(
 ) -> None:
     with torch.inference_mode():
         model, pool = elsewhere(tiny_model(family))
-        step = DecodeStep(4, 8, pool, partial(row_logits, model), graphs=None)
+        step = DecodeStep(4, 8, PagedPool(pool), partial(row_logits, model), graphs=None)
 
         with OneDevice() as mode:
             logits = step.run(decode_batch([3, 17, 30], Random(1)))  # an operation that needs a value raises here
 
         assert (logits.device.type, logits.shape[0], mode.copies) == (ELSEWHERE, 4, 1)
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, CudaBackend])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_whole_step_mixes_no_devices(tiny_model: Callable[[str], Path], family: str, kind: Any) -> None:
+    model, pool = elsewhere(tiny_model(family))
+    backend = kind(model, "bf16", torch.device(ELSEWHERE))
+    backend.attach(pool)
+    batch = decode_batch([3, 17, 30], Random(1))
+    segments = (*batch.segments[:2], Segment(2, 1, 30))  # a decode and a chunk of a prompt
+    batch = replace(batch, segments=segments, logit_rows=torch.tensor([2, 0]), greedy_rows=torch.tensor([1]))
+
+    with OneDevice():
+        logits, winners = backend.forward(batch)
+
+    assert {logits.device.type, winners.device.type} == {ELSEWHERE}
+    assert (logits.shape[0], winners.shape, logits.dtype) == (2, (1,), torch.float32)
+    assert backend.facts.device == ELSEWHERE
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -183,7 +204,7 @@ def test_a_chunk_of_a_prompt_finds_all_it_needs_on_the_gpu(tiny_model: Callable[
         )
 
         plan, ids, positions = (
-            AttentionPlan.of(chunk, pool),
+            AttentionPlan.of(chunk, PagedPool(pool)),
             chunk.token_ids.to(ELSEWHERE),
             chunk.positions.to(ELSEWHERE),
         )
@@ -270,8 +291,9 @@ def test_where_torch_sees_no_gpu_the_backend_says_so_and_auto_passes_it_over(tin
         pytest.skip("there is a GPU here")
     folder = tiny_model("llama")
 
-    with pytest.raises(ConfigError, match="backend cuda: torch sees no GPU here"):
-        load_backend(folder, EngineConfig(backend="cuda"))
+    for config in (EngineConfig(backend="cuda"), EngineConfig(backend="reference", device="cuda")):
+        with pytest.raises(ConfigError, match=f"backend {config.backend}: torch sees no GPU here"):
+            load_backend(folder, config)
     name, backend = load_backend(folder, EngineConfig(weights="fp32"))
 
     assert name != "cuda"
