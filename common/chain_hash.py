@@ -22,6 +22,11 @@ def root_hash(block_tokens: int, salt: bytes = b"") -> bytes:
     return hashlib.blake2b(_VERSION + block_tokens.to_bytes(4, "little"), digest_size=HASH_BYTES, key=salt).digest()
 
 
+def salted(salt: bytes, more: str) -> bytes:
+    """Return a salt that who knows both can make; `salt` itself if `more` is empty."""
+    return hashlib.blake2b(more.encode(), digest_size=32, key=salt).digest() if more else salt
+
+
 def extend_chain(parent: bytes, block: Sequence[int]) -> bytes:
     """Return the hash of the prefix that ends with `block` and continues `parent`."""
     tokens = array("I", block)

@@ -55,12 +55,19 @@ class ChatTemplate:
         source = _source(model_dir, settings)
         return None if source is None else cls(source, _special_tokens(settings))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
         """Return the prompt.
 
         Args:
             messages: `role` and `content` of each, and whatever else the template knows.
             add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: end with the last message's text instead, which is to be continued.
             extra: further variables of the template, e.g. `tools`.
 
         Raises:
@@ -68,10 +75,21 @@ class ChatTemplate:
         """
         variables = {"tools": None, "documents": None, **self._special_tokens, **extra}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            begins_turn = add_generation_prompt and not continue_final_message
+            prompt = self._template.render(messages=messages, add_generation_prompt=begins_turn, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             # A template meets input that its author did not think of as a Python error.
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
+        return _up_to(prompt, str(messages[-1]["content"])) if continue_final_message else prompt
+
+
+def _up_to(prompt: str, text: str) -> str:
+    """Return a prompt up to the end of the last message's text, of which templates may drop the space around it."""
+    start = prompt.rfind(text.strip())
+    if not text.strip() or start < 0:
+        raise InvalidRequestError("continue_final_message must have a last message whose text the template shows")
+    whole = text.lstrip()
+    return prompt[:start] + (whole if prompt.startswith(whole, start) else text.strip())
 
 
 def _source(model_dir: Path, settings: dict[str, Any]) -> str | None:

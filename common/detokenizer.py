@@ -126,7 +126,9 @@ class StopFilter:
     not depend on how the text was cut into pieces.
     """
 
-    def __init__(self, stop: Iterable[str]) -> None:
+    def __init__(self, stop: Iterable[str], keeps_stop: bool = False) -> None:
+        """Start a text; `keeps_stop`: the stop string is shown too."""
+        self._keeps_stop = keeps_stop
         self._stop = sorted(stop, key=len, reverse=True)
         self._held = ""
         self.stopped: str | None = None
@@ -141,9 +143,9 @@ class StopFilter:
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            _, start, self.stopped = min(found)
+            end, start, self.stopped = min(found)
             self._held = ""
-            return text[:start]
+            return text[: end if self._keeps_stop else start]
         keep = self._num_possible(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -166,9 +168,9 @@ class StopFilter:
 class Detokenizer:
     """The text of one growing sequence."""
 
-    def __init__(self, decoder: TokenDecoder, stop: Iterable[str]) -> None:
+    def __init__(self, decoder: TokenDecoder, stop: Iterable[str], keeps_stop: bool = False) -> None:
         self._decoder = decoder
-        self._filter = StopFilter(stop)
+        self._filter = StopFilter(stop, keeps_stop)
 
     @property
     def stopped(self) -> str | None:

@@ -82,6 +82,11 @@ class Text:
         """Return the id of a token by its own text; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that are no text unless they are asked for."""
+        return self._special_ids
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token is left out of texts."""
         return token_id in self._special_ids
@@ -97,7 +102,7 @@ class Text:
 
         Args:
             messages: see ChatTemplate.render.
-            extra: further variables of the template; `add_generation_prompt` is True unless given.
+            extra: as for ChatTemplate.render.
 
         Raises:
             InvalidRequestError: the model has no chat template, or its template refuses these messages.
@@ -107,15 +112,18 @@ class Text:
         # The template writes the special tokens itself.
         return self.encode(self._template.render(messages, **extra), add_special_tokens=False)
 
-    def detokenizer(self, stop: Sequence[str] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
+    def detokenizer(
+        self, stop: Sequence[str] = (), shown: frozenset[int] = frozenset(), keeps_stop: bool = False
+    ) -> Detokenizer:
         """Begin the text of a sequence.
 
         Args:
             stop: strings that end it, none of them empty.
-            shown: special tokens that are written out in it.
+            shown: special tokens that are written out in it; `special_ids`: all.
+            keeps_stop: it ends with the stop string, instead of before it.
         """
         decoder = ShownDecoder(self._decoder, {i: self.token(i) for i in shown}) if shown else self._decoder()
-        return Detokenizer(decoder, stop)
+        return Detokenizer(decoder, stop, keeps_stop)
 
     def _decoder(self) -> TokenDecoder:
         if self._is_byte_level:

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from baton_pb.v1 import common_pb2 as baton__pb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton_pb/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xb1\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12$\n\x05parts\x18\x04 \x03(\x0b\x32\x15.baton.v1.ContentPart\x12&\n\ntool_calls\x18\x05 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\x12\x11\n\treasoning\x18\x07 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"J\n\nToolChoice\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x12.baton.v1.ToolModeH\x00\x12\x0e\n\x04name\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x89\x01\n\x0bPromptBatch\x12-\n\x07prompts\x18\x01 \x03(\x0b\x32\x1c.baton.v1.PromptBatch.Prompt\x1aK\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"\x80\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12&\n\x05\x62\x61tch\x18\x0f \x01(\x0b\x32\x15.baton.v1.PromptBatchH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12$\n\x08priority\x18\x07 \x01(\x0e\x32\x12.baton.v1.Priority\x12\x1a\n\rttft_target_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtpot_target_s\x18\t \x01(\x01H\x02\x88\x01\x01\x12\t\n\x01n\x18\n \x01(\r\x12\x1d\n\x05tools\x18\x0b \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x0c \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12\x18\n\x10single_tool_call\x18\r \x01(\x08\x12\x1a\n\x12template_arguments\x18\x0e \x01(\tB\x08\n\x06promptB\x10\n\x0e_ttft_target_sB\x10\n\x0e_tpot_target_s\"K\n\rToolCallPiece\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xf9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12+\n\ntool_calls\x18\x08 \x03(\x0b\x32\x17.baton.v1.ToolCallPieceB\x0b\n\t_finished\"\xaa\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x04 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x05 \x01(\x0b\x32\x13.baton.v1.Placement\"\xb9\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x12\x1d\n\x05tools\x18\x05 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x1a\n\x12template_arguments\x18\x06 \x01(\tB\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"`\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x14\n\x0cvocab_tokens\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_NONE\x10\x01\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03\x32\xa5\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton_pb/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton_pb/v1/common.proto\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xb1\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12$\n\x05parts\x18\x04 \x03(\x0b\x32\x15.baton.v1.ContentPart\x12&\n\ntool_calls\x18\x05 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\x12\x11\n\treasoning\x18\x07 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"J\n\nToolChoice\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x12.baton.v1.ToolModeH\x00\x12\x0e\n\x04name\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x89\x01\n\x0bPromptBatch\x12-\n\x07prompts\x18\x01 \x03(\x0b\x32\x1c.baton.v1.PromptBatch.Prompt\x1aK\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"\xc1\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12&\n\x05\x62\x61tch\x18\x0f \x01(\x0b\x32\x15.baton.v1.PromptBatchH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12$\n\x08priority\x18\x07 \x01(\x0e\x32\x12.baton.v1.Priority\x12\x1a\n\rttft_target_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtpot_target_s\x18\t \x01(\x01H\x02\x88\x01\x01\x12\t\n\x01n\x18\n \x01(\r\x12\x1d\n\x05tools\x18\x0b \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x0c \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12\x18\n\x10single_tool_call\x18\r \x01(\x08\x12\x1a\n\x12template_arguments\x18\x0e \x01(\t\x12+\n\x0ctext_options\x18\x10 \x01(\x0b\x32\x15.baton.v1.TextOptions\x12\x12\n\ncache_salt\x18\x11 \x01(\tB\x08\n\x06promptB\x10\n\x0e_ttft_target_sB\x10\n\x0e_tpot_target_s\"\xb2\x01\n\x0bTextOptions\x12\x19\n\x11no_special_tokens\x18\x01 \x01(\x08\x12\x1a\n\x12prompt_tokens_kept\x18\x02 \x01(\x05\x12\x1c\n\x14no_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x11\n\tkeep_stop\x18\x05 \x01(\x08\x12\x1b\n\x13show_special_tokens\x18\x06 \x01(\x08\"K\n\rToolCallPiece\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xf9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12+\n\ntool_calls\x18\x08 \x03(\x0b\x32\x17.baton.v1.ToolCallPieceB\x0b\n\t_finished\"\xaa\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x04 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x05 \x01(\x0b\x32\x13.baton.v1.Placement\"\xe6\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x12\x1d\n\x05tools\x18\x05 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x1a\n\x12template_arguments\x18\x06 \x01(\t\x12+\n\x0ctext_options\x18\x07 \x01(\x0b\x32\x15.baton.v1.TextOptionsB\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"`\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x14\n\x0cvocab_tokens\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelInfo*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_NONE\x10\x01\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03\x32\xa5\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton_pb.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLMODE']._serialized_start=2233
-  _globals['_TOOLMODE']._serialized_end=2334
+  _globals['_TOOLMODE']._serialized_start=2524
+  _globals['_TOOLMODE']._serialized_end=2625
   _globals['_CONTENTPART']._serialized_start=67
   _globals['_CONTENTPART']._serialized_end=104
   _globals['_TOOLCALL']._serialized_start=106
@@ -53,27 +53,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTBATCH_PROMPT']._serialized_start=627
   _globals['_PROMPTBATCH_PROMPT']._serialized_end=702
   _globals['_GENERATEREQUEST']._serialized_start=705
-  _globals['_GENERATEREQUEST']._serialized_end=1217
-  _globals['_TOOLCALLPIECE']._serialized_start=1219
-  _globals['_TOOLCALLPIECE']._serialized_end=1294
-  _globals['_GENERATERESPONSE']._serialized_start=1297
-  _globals['_GENERATERESPONSE']._serialized_end=1546
-  _globals['_FINISHED']._serialized_start=1549
-  _globals['_FINISHED']._serialized_end=1719
-  _globals['_TOKENIZEREQUEST']._serialized_start=1722
-  _globals['_TOKENIZEREQUEST']._serialized_end=1907
-  _globals['_TOKENIZERESPONSE']._serialized_start=1909
-  _globals['_TOKENIZERESPONSE']._serialized_end=1962
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1964
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2017
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2019
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2053
-  _globals['_LISTMODELSREQUEST']._serialized_start=2055
-  _globals['_LISTMODELSREQUEST']._serialized_end=2074
-  _globals['_MODELINFO']._serialized_start=2076
-  _globals['_MODELINFO']._serialized_end=2172
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2174
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2231
-  _globals['_INFERENCE']._serialized_start=2337
-  _globals['_INFERENCE']._serialized_end=2630
+  _globals['_GENERATEREQUEST']._serialized_end=1282
+  _globals['_TEXTOPTIONS']._serialized_start=1285
+  _globals['_TEXTOPTIONS']._serialized_end=1463
+  _globals['_TOOLCALLPIECE']._serialized_start=1465
+  _globals['_TOOLCALLPIECE']._serialized_end=1540
+  _globals['_GENERATERESPONSE']._serialized_start=1543
+  _globals['_GENERATERESPONSE']._serialized_end=1792
+  _globals['_FINISHED']._serialized_start=1795
+  _globals['_FINISHED']._serialized_end=1965
+  _globals['_TOKENIZEREQUEST']._serialized_start=1968
+  _globals['_TOKENIZEREQUEST']._serialized_end=2198
+  _globals['_TOKENIZERESPONSE']._serialized_start=2200
+  _globals['_TOKENIZERESPONSE']._serialized_end=2253
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2255
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2308
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2310
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2344
+  _globals['_LISTMODELSREQUEST']._serialized_start=2346
+  _globals['_LISTMODELSREQUEST']._serialized_end=2365
+  _globals['_MODELINFO']._serialized_start=2367
+  _globals['_MODELINFO']._serialized_end=2463
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2465
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2522
+  _globals['_INFERENCE']._serialized_start=2628
+  _globals['_INFERENCE']._serialized_end=2921
 # @@protoc_insertion_point(module_scope)

@@ -297,6 +297,8 @@ class GenerateRequest(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     SINGLE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TEXT_OPTIONS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Empty: the gateway makes one. Returned in every response and written in every log line."""
     model: _builtins.str
@@ -315,6 +317,10 @@ class GenerateRequest(_message.Message):
     """At most one call in an answer."""
     template_arguments: _builtins.str
     """Further variables of the chat template, as the text of a JSON object, e.g. {"enable_thinking": false}."""
+    cache_salt: _builtins.str
+    """Prompts share cached prefixes only with those of the same salt, within what the tenant shares at all; at most 256
+    characters.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -333,6 +339,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice: ...
+    @_builtins.property
+    def text_options(self) -> Global___TextOptions: ...
     def __init__(
         self,
         *,
@@ -351,10 +359,12 @@ class GenerateRequest(_message.Message):
         tool_choice: Global___ToolChoice | None = ...,
         single_tool_call: _builtins.bool = ...,
         template_arguments: _builtins.str = ...,
+        text_options: Global___TextOptions | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "batch", b"batch", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "batch", b"batch", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "text_options", b"text_options", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "batch", b"batch", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "template_arguments", b"template_arguments", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s", "_ttft_target_s", b"_ttft_target_s", "batch", b"batch", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "template_arguments", b"template_arguments", "text", b"text", "text_options", b"text_options", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "tpot_target_s", b"tpot_target_s", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_target_s: _TypeAlias = _typing.Literal["tpot_target_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_target_s: _TypeAlias = _typing.Literal["_tpot_target_s", b"_tpot_target_s"]  # noqa: Y015
@@ -370,6 +380,48 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class TextOptions(_message.Message):
+    """What becomes of text on its way in and out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NO_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_KEPT_FIELD_NUMBER: _builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    KEEP_STOP_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    no_special_tokens: _builtins.bool
+    """The tokenizer adds no special tokens of its own to a text prompt. Chat templates write them in any case."""
+    prompt_tokens_kept: _builtins.int
+    """Only so many of the prompt's last tokens are kept; 0: all; -1: as many as fit together with max_tokens."""
+    no_generation_prompt: _builtins.bool
+    """Of a chat: the prompt ends with the last message, and not with the beginning of the assistant's turn."""
+    continue_final_message: _builtins.bool
+    """Of a chat: the prompt ends with the text of the last message, which the answer continues."""
+    keep_stop: _builtins.bool
+    """The text ends with the stop string or token that ended it."""
+    show_special_tokens: _builtins.bool
+    """Special tokens are part of the text."""
+    def __init__(
+        self,
+        *,
+        no_special_tokens: _builtins.bool = ...,
+        prompt_tokens_kept: _builtins.int = ...,
+        no_generation_prompt: _builtins.bool = ...,
+        continue_final_message: _builtins.bool = ...,
+        keep_stop: _builtins.bool = ...,
+        show_special_tokens: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "keep_stop", b"keep_stop", "no_generation_prompt", b"no_generation_prompt", "no_special_tokens", b"no_special_tokens", "prompt_tokens_kept", b"prompt_tokens_kept", "show_special_tokens", b"show_special_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextOptions: _TypeAlias = TextOptions  # noqa: Y015
 
 @_typing.final
 class ToolCallPiece(_message.Message):
@@ -503,6 +555,7 @@ class TokenizeRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TEXT_OPTIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     add_special_tokens: _builtins.bool
@@ -514,6 +567,10 @@ class TokenizeRequest(_message.Message):
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """Of a chat, as in GenerateRequest."""
 
+    @_builtins.property
+    def text_options(self) -> Global___TextOptions:
+        """Of a chat, as in GenerateRequest."""
+
     def __init__(
         self,
         *,
@@ -523,10 +580,11 @@ class TokenizeRequest(_message.Message):
         add_special_tokens: _builtins.bool = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
         template_arguments: _builtins.str = ...,
+        text_options: Global___TextOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text", "text_options", b"text_options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "prompt", b"prompt", "template_arguments", b"template_arguments", "text", b"text", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "prompt", b"prompt", "template_arguments", b"template_arguments", "text", b"text", "text_options", b"text_options", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -15,7 +15,7 @@ from common.grammar import parsed_schema
 Message = Mapping[str, Any]
 """As chat templates know them: role, content, and what else the message has."""
 _TOOL_CHARACTERS = 500
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class ChatPrompt:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @property
     def num_characters(self) -> int:
@@ -33,7 +35,11 @@ class ChatPrompt:
 
 
 def check_chat(
-    chat: inference_pb2.ChatMessages, tools: Sequence[inference_pb2.Tool], template_arguments: str, limits: Limits
+    chat: inference_pb2.ChatMessages,
+    tools: Sequence[inference_pb2.Tool],
+    template_arguments: str,
+    options: inference_pb2.TextOptions,
+    limits: Limits,
 ) -> ChatPrompt:
     """Return a prompt of chat messages.
 
@@ -41,6 +47,7 @@ def check_chat(
         chat: the messages.
         tools: on offer.
         template_arguments: further variables of the template, as JSON text; empty: none.
+        options: how the prompt is to end.
         limits: see Limits.
 
     Raises:
@@ -56,7 +63,13 @@ def check_chat(
     messages = tuple(_message(number, message) for number, message in enumerate(chat.messages))
     if not any(message["content"] or "tool_calls" in message for message in messages):
         raise InvalidRequestError("prompt is empty: no chat message has any content")
-    return ChatPrompt(messages, tools_from_pb(tools, limits.request), _arguments(template_arguments, limits))
+    return ChatPrompt(
+        messages,
+        tools_from_pb(tools, limits.request),
+        _arguments(template_arguments, limits),
+        not options.no_generation_prompt,
+        options.continue_final_message,
+    )
 
 
 def _lengths(messages: Iterable[inference_pb2.ChatMessage]) -> Iterator[int]:

@@ -18,12 +18,13 @@ from cluster.gateway.metrics import Metrics
 from cluster.gateway.parsing.formats import Formats, Thinking
 from cluster.gateway.permissions import check_may_use, for_caller, longest_answer
 from cluster.gateway.progress import Delta, Progress
-from cluster.gateway.request import Request, check_model, check_window, request_from_pb
+from cluster.gateway.request import Request, check_model, check_window, num_kept, request_from_pb
 from cluster.gateway.router_client import Reservation, RouterClient, Wanted
 from cluster.gateway.texts_log import TextsLog
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER, Caller
 from cluster.tenants.quotas import RequestUse, Uses
+from common.chain_hash import salted
 from common.clock import Clock
 from common.config_doors import GatewayConfig
 from common.errors import MismatchError, OverloadedError, WorkerLostError
@@ -43,6 +44,11 @@ class _Prepared:
     """The request's, with max_tokens and the constraint."""
     thinking: Thinking
     """Where the prompt leaves the model."""
+
+    @property
+    def cache_salt(self) -> bytes:
+        """What its prefixes are named with: the tenant's salt, or one that follows from it and the client's own."""
+        return salted(self.caller.cache_salt, self.request.text.cache_salt)
 
 
 class Generator:
@@ -159,6 +165,8 @@ class Generator:
     async def _prepare(self, request: Request, caller: Caller, use: RequestUse) -> _Prepared:
         """Tokenize a request and see that it fits."""
         token_ids = await self._tokenizing.token_ids(request.prompt)
+        most = num_kept(request.text.prompt_tokens_kept, _max_tokens(request), self.limits())
+        token_ids = token_ids if most is None else token_ids[-most:]
         check_window(len(token_ids), _max_tokens(request), self.limits())  # before anything is waited for
         is_chat = isinstance(request.prompt, ChatPrompt)
         thinking = self._formats.thinking_after(token_ids) if is_chat else Thinking.NEVER
@@ -204,7 +212,7 @@ class Generator:
         token_ids = [*prepared.token_ids, *progress.token_ids]
         caller = prepared.caller
         with self._counts.queueing(), self._uses.of(caller).queueing(caller.rules):
-            hashes = await self._tokenizing.hashes(token_ids, prepared.block_tokens, caller.cache_salt)
+            hashes = await self._tokenizing.hashes(token_ids, prepared.block_tokens, prepared.cache_salt)
             wanted = Wanted(
                 prepared.request.request_id,
                 len(token_ids),
@@ -267,7 +275,7 @@ class Generator:
             sampling=prepared.sampling,
             prefill=placement.prefill if placement.HasField("prefill") else None,
             timeout_s=self._left_s(deadline_s),
-            cache_salt=prepared.caller.cache_salt,
+            cache_salt=prepared.cache_salt,
             prefix_holder=placement.prefix_holder if placement.HasField("prefix_holder") else None,
         )
 

@@ -66,7 +66,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     text = check_text(request.text, limits).text
                     token_ids = await self._tokenizing.token_ids(TextPrompt(text, request.add_special_tokens))
                 case "chat":
-                    prompt = check_chat(request.chat, request.tools, request.template_arguments, limits)
+                    options = request.text_options
+                    prompt = check_chat(request.chat, request.tools, request.template_arguments, options, limits)
                     token_ids = await self._tokenizing.token_ids(prompt)
                 case None:
                     raise InvalidRequestError("prompt is missing: set text or chat")

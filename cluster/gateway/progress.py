@@ -27,6 +27,8 @@ class Delta:
     """What the model thinks before it answers; no part of the text."""
     calls: Sequence[CallPiece] = ()
     """What became certain of calls of tools; no part of the text."""
+    prompt: Sequence[int] = ()
+    """Its ids; empty: as before."""
 
 
 class Progress:
@@ -57,7 +59,9 @@ class Progress:
         self.token_ids: list[int] = []
         """The output."""
         self._text = text
-        self._detokenizer = text.detokenizer(request.stop, reading.shown)
+        shown = text.special_ids if request.text.show_special_tokens else reading.shown
+        self._detokenizer = text.detokenizer(request.stop, shown, request.text.keep_stop)
+        self._keeps_stop = request.text.keep_stop
         self._reading = reading
         self._num_reasoning_tokens = 0
         self._has_calls = False
@@ -92,7 +96,9 @@ class Progress:
         token_ids = [token.token_id for token in taken]
         self.token_ids += token_ids
         logprobs = self._with_texts(taken) if self._wants_logprobs else ()
-        return Delta(parsed.text, token_ids, logprobs, None, len(self.prompt), parsed.reasoning, parsed.calls)
+        return Delta(
+            parsed.text, token_ids, logprobs, None, len(self.prompt), parsed.reasoning, parsed.calls, self.prompt
+        )
 
     def finish(self, summary: worker_pb2.SequenceFinished, placement: router_pb2.WorkerPlacement, last: Delta) -> Delta:
         """End the request.
@@ -107,7 +113,7 @@ class Progress:
         """
         text, reason = "", summary.reason
         if not self.stopped:
-            if self._withheld is not None and reason != common_pb2.FINISH_REASON_STOP:
+            if self._withheld is not None and (self._keeps_stop or reason != common_pb2.FINISH_REASON_STOP):
                 text += self._detokenizer.push([self._withheld])  # it did not end the sequence: it is text
             text += self._detokenizer.finish()
         if self.stopped:

@@ -24,7 +24,11 @@ class Rendering:
         Raises:
             InvalidRequestError: there is no chat template, or it refuses these messages.
         """
-        extra: dict[str, Any] = dict(prompt.template_arguments)
+        extra: dict[str, Any] = {
+            **prompt.template_arguments,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "continue_final_message": prompt.continue_final_message,
+        }
         if self._knows_tools:
             tools = [tool.to_json() for tool in prompt.tools] or None
             return self._text.render_chat(prompt.messages, tools=tools, **extra)

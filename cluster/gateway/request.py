@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.chat import ChatPrompt, check_chat
@@ -22,6 +22,7 @@ STOP_STRINGS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 """Text may be held back so long, and each piece is searched for each of them."""
 REQUEST_ID_CHARACTERS_MAX = 128
+CACHE_SALT_CHARACTERS_MAX = 256
 MESSAGES_MAX = 4096
 """The most that gateway.request.messages_max may allow."""
 
@@ -45,6 +46,19 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What becomes of the prompt's tokens and the answer's text, besides what is asked for."""
+
+    prompt_tokens_kept: int = 0
+    """Of its end; 0: all; -1: what fits."""
+    keep_stop: bool = False
+    """The text ends with what ended it."""
+    show_special_tokens: bool = False
+    cache_salt: str = ""
+    """Of the client's own, within its tenant's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request whose every field is within its limits; whether it fits the window shows when it is tokenized."""
 
@@ -58,6 +72,7 @@ class Request:
     tools: ToolUse | None = None
     """What the model may call; None: nothing."""
     level: ServiceLevel = ORDINARY
+    text: TextOptions = field(default_factory=TextOptions)
     tenant: str = ""
     """Whose it is; by whom that is known, the message does not say."""
 
@@ -98,7 +113,19 @@ def request_from_pb(
         grammar,
         tools,
         level_from_pb(message),
+        _text_options(message),
     )
+
+
+def _text_options(message: inference_pb2.GenerateRequest) -> TextOptions:
+    options = message.text_options
+    if options.prompt_tokens_kept < -1:
+        raise InvalidRequestError(f"prompt_tokens_kept must be at least -1, got {options.prompt_tokens_kept}")
+    if len(message.cache_salt) > CACHE_SALT_CHARACTERS_MAX:
+        raise InvalidRequestError(
+            f"cache_salt must have at most {CACHE_SALT_CHARACTERS_MAX} characters, got {len(message.cache_salt)}"
+        )
+    return TextOptions(options.prompt_tokens_kept, options.keep_stop, options.show_special_tokens, message.cache_salt)
 
 
 def check_model(model: str, limits: Limits) -> None:
@@ -111,7 +138,7 @@ def check_model(model: str, limits: Limits) -> None:
         raise NotFoundError(f"model {model!r} is not served here, only {limits.model_id!r}")
 
 
-def check_text(text: str, limits: Limits) -> TextPrompt:
+def check_text(text: str, limits: Limits, add_special_tokens: bool = True) -> TextPrompt:
     """Return a prompt of plain text.
 
     Raises:
@@ -120,7 +147,7 @@ def check_text(text: str, limits: Limits) -> TextPrompt:
     if not text:
         raise InvalidRequestError("prompt is empty")
     limits.check_length(len(text))
-    return TextPrompt(text)
+    return TextPrompt(text, add_special_tokens)
 
 
 def check_window(num_prompt_tokens: int, max_tokens: int | None, limits: Limits) -> int:
@@ -151,15 +178,27 @@ def check_window(num_prompt_tokens: int, max_tokens: int | None, limits: Limits)
 def _prompt_from_pb(message: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
-            return check_text(message.text, limits)
+            return check_text(message.text, limits, not message.text_options.no_special_tokens)
         case "token_ids":
-            return _check_token_ids(message.token_ids.ids, limits)
+            return _check_token_ids(_kept(message, limits), limits)
         case "chat":
             is_offered = message.tool_choice.mode != inference_pb2.TOOL_MODE_NONE
             tools = message.tools if is_offered else []
-            return check_chat(message.chat, tools, message.template_arguments, limits)
+            return check_chat(message.chat, tools, message.template_arguments, message.text_options, limits)
         case _:  # a batch comes as its prompts
             raise InvalidRequestError("prompt is missing: set text, token_ids or chat")
+
+
+def num_kept(prompt_tokens_kept: int, max_tokens: int | None, limits: Limits) -> int | None:
+    """Return how many of a prompt's last tokens are kept; None: all. For the arguments see TextOptions."""
+    if prompt_tokens_kept >= 0:
+        return prompt_tokens_kept or None
+    return max(1, min(limits.prompt_tokens_max, limits.context_tokens - (max_tokens or 1)))
+
+
+def _kept(message: inference_pb2.GenerateRequest, limits: Limits) -> Sequence[int]:
+    most = num_kept(message.text_options.prompt_tokens_kept, message.sampling.max_tokens, limits)
+    return message.token_ids.ids if most is None else message.token_ids.ids[-most:]
 
 
 def _check_num_tokens(num_tokens: int, limits: Limits) -> None:

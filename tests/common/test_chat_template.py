@@ -100,3 +100,24 @@ def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="chat_template"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "prompt"),
+    [
+        ("{{ messages[0].content }}<{{ add_generation_prompt }}>", "Sure, ", "Sure, "),
+        ("{{ messages[0].content | trim }}<{{ add_generation_prompt }}>", " Sure, ", "Sure,"),
+        ("{{ messages[0].content }}|{{ messages[0].content }}!", "a", "a|a"),
+    ],
+    ids=["as it is", "trimmed", "the last one"],
+)
+def test_a_prompt_that_continues_a_message_ends_with_its_text(source: str, text: str, prompt: str) -> None:
+    messages = [{"role": "assistant", "content": text}]
+
+    assert ChatTemplate(source, {}).render(messages, continue_final_message=True) == prompt
+
+
+@pytest.mark.parametrize("text", ["", "  ", "hidden"])
+def test_a_message_without_text_in_the_prompt_cannot_be_continued(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="continue_final_message must have"):
+        ChatTemplate("nothing of it", {}).render([{"role": "user", "content": text}], continue_final_message=True)

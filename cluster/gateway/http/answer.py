@@ -28,6 +28,8 @@ class Form(Protocol):
     """The value of `object` in an answer in one piece."""
     event_object: str
     """And in an event."""
+    has_one_prompt: bool
+    """Whether all choices have the same."""
 
     def first(self, index: int) -> Json | None:
         """Return what a choice's stream begins with, before any token."""
@@ -49,6 +51,7 @@ class _Choice:
     deltas: list[Delta] = field(default_factory=list)
     """All of them, if they are to be told together."""
     num_prompt_tokens: int = 0
+    prompt: Sequence[int] = ()
     num_output_tokens: int = 0
     finished: inference_pb2.Finished | None = None
     has_begun: bool = False
@@ -56,6 +59,7 @@ class _Choice:
     def take(self, piece: Piece, keep: bool) -> None:
         delta = piece.delta
         self.num_prompt_tokens = delta.num_prompt_tokens or self.num_prompt_tokens
+        self.prompt = delta.prompt or self.prompt
         self.num_output_tokens += len(delta.token_ids)
         if keep:
             self.deltas.append(delta)
@@ -66,6 +70,7 @@ class _Choice:
     def said(self) -> Delta:
         return Delta(
             "".join(delta.text for delta in self.deltas),
+            [token_id for delta in self.deltas for token_id in delta.token_ids],
             logprobs=[token for delta in self.deltas for token in delta.logprobs],
             reasoning="".join(delta.reasoning for delta in self.deltas),
             calls=[piece for delta in self.deltas for piece in delta.calls],
@@ -82,6 +87,7 @@ class Answer:
         self._model_id = model_id
         self._created = int(time.time())
         self._choices: list[_Choice] = []
+        self._shows_ids = bool(asked.return_token_ids)
         self._wants_timing = asked.timing or exchange.headers.get("x-baton-timing", "") in ("1", "true")
 
     async def serve(self, streams: Streams) -> None:
@@ -118,18 +124,27 @@ class Answer:
 
     def _events(self, piece: Piece, choice: _Choice) -> list[Json]:
         """Return the events of a piece. Tokens without text yet are not worth one, but the first is told at once."""
-        events = []
+        events: list[Json] = []
         delta = piece.delta
         if not choice.has_begun and (first := self._form.first(piece.index)) is not None:
             events.append(self._event({**first, "finish_reason": None}))
-        choice.has_begun = True
-        if delta.text or delta.reasoning or delta.calls or delta.logprobs or delta.finished is not None:
+        has_text = delta.text or delta.reasoning or delta.calls or delta.logprobs
+        if has_text or delta.finished is not None or (self._shows_ids and delta.token_ids):
             part = self._form.part(piece.index, delta)
             event = self._event({**part, **_ending(delta.finished)})
             if self._wants_timing and delta.finished is not None:
                 event["timing"] = timing_of(delta.finished)
             events.append(event)
+        if self._shows_ids and events:
+            events[-1]["choices"][0]["token_ids"] = list(delta.token_ids)
+            if not choice.has_begun:
+                self._show_prompt(events[0], events[0]["choices"][0], choice)
+        choice.has_begun = True
         return events
+
+    def _show_prompt(self, answer: Json, shown: Json, choice: _Choice) -> None:
+        """Add the prompt's ids where vLLM has them: a chat has one prompt, completions have several."""
+        (answer if self._form.has_one_prompt else shown)["prompt_token_ids"] = list(choice.prompt)
 
     def _event(self, choice: Json) -> Json:
         event = {**self._head(self._form.event_object), "choices": [choice]}
@@ -142,11 +157,16 @@ class Answer:
     def _whole(self) -> Json:
         choices = []
         for index, choice in enumerate(self._choices):
-            whole = self._form.whole(index, choice.said())
-            choices.append({**whole, **_ending(choice.finished)})
+            said = choice.said()
+            choices.append({**self._form.whole(index, said), **_ending(choice.finished)})
+            if self._shows_ids:
+                choices[-1]["token_ids"] = said.token_ids
             if self._wants_timing and len(self._choices) > 1 and choice.finished is not None:
                 choices[-1]["timing"] = timing_of(choice.finished)
         answer = {**self._head(self._form.whole_object), "choices": choices, "usage": self._usage()}
+        if self._shows_ids:
+            for shown, choice in zip(choices, self._choices, strict=True):
+                self._show_prompt(answer, shown, choice)
         first = self._choices[0].finished
         if self._wants_timing and first is not None:
             answer["timing"] = timing_of(first)

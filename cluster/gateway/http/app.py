@@ -146,6 +146,7 @@ class HttpFace:
 
     async def _chat(self, exchange: Exchange) -> None:
         asked = await _read(exchange, ChatRequest)
+        exchange.name(asked.request_id)
         check_count(asked.num_choices, self._config.choices_max)
         streams, model_id = self._streams(exchange, asked, asked.to_pb()), self._parts.generator.limits().model_id
         form = ChatForm(exchange.request_id, asked, self._parts.text)
@@ -154,6 +155,7 @@ class HttpFace:
 
     async def _completions(self, exchange: Exchange) -> None:
         asked = await _read(exchange, CompletionRequest)
+        exchange.name(asked.request_id)
         check_count(len(asked.prompts) * asked.num_choices, self._config.choices_max)
         if asked.echo:
             self._check_ids(asked)

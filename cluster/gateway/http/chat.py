@@ -36,10 +36,11 @@ class ChatRequest(SamplingFields, ChatFields):
     modalities: Annotated[JsonValue, Only(["text"])] = None
     audio: Annotated[JsonValue, Only()] = None
     web_search_options: Annotated[JsonValue, Only()] = None
-    reasoning_effort: Annotated[JsonValue, Only("none")] = None
     verbosity: Annotated[JsonValue, Only("medium")] = None
     add_special_tokens: Annotated[JsonValue, Only(False)] = None
-    documents: Annotated[JsonValue, Only()] = None
+    documents: Annotated[JsonValue, Only([])] = None
+    mm_processor_kwargs: Annotated[JsonValue, Only({})] = None
+    thinking_token_budget: Annotated[JsonValue, Only()] = None
     echo: Annotated[JsonValue, Only(False)] = None
     best_of: Annotated[JsonValue, Only(1)] = None
 
@@ -64,7 +65,8 @@ class ChatRequest(SamplingFields, ChatFields):
             single_tool_call=self.parallel_tool_calls is False,
             template_arguments=self.template_arguments(),
         )
-        return self.set_level(made)
+        self.set_text_options(made.text_options)
+        return self.completed(made)
 
 
 class ChatForm:
@@ -72,12 +74,14 @@ class ChatForm:
 
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
+    has_one_prompt = True
 
     def __init__(self, request_id: str, asked: ChatRequest, text: Text) -> None:
         self.answer_id = f"chatcmpl-{request_id}"
         self._text = text
         self._has_logprobs = bool(asked.logprobs)
         self._shows_reasoning = asked.include_reasoning is not False
+        self._as_ids = bool(asked.return_tokens_as_token_ids)
 
     def first(self, index: int) -> Json:
         """Return the event that says who speaks."""
@@ -106,7 +110,7 @@ class ChatForm:
         return {"index": index, "message": message, "logprobs": self._logprobs(said.logprobs)}
 
     def _logprobs(self, tokens: Sequence[common_pb2.SampledToken]) -> Json | None:
-        return chat_logprobs(self._text, tokens) if self._has_logprobs else None
+        return chat_logprobs(self._text, tokens, self._as_ids) if self._has_logprobs else None
 
 
 def _call_piece(piece: CallPiece) -> Json:

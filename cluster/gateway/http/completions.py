@@ -34,12 +34,13 @@ class CompletionRequest(SamplingFields):
     """Alternatives of each token; 0: the chosen token only."""
     echo: bool | None = None
     """Begin the text with the prompt. Not together with logprobs."""
+    add_special_tokens: bool | None = None
+    """False: the tokenizer adds none of its own to a text."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Not supported: only what n says anyway."""
 
     # Not supported.
     suffix: Annotated[JsonValue, Only("")] = None
-    add_special_tokens: Annotated[JsonValue, Only(True)] = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "CompletionRequest":
@@ -71,7 +72,8 @@ class CompletionRequest(SamplingFields):
             made.text = prompt
         else:
             made.token_ids.ids.extend(prompt)
-        return self.set_level(made)
+        made.text_options.no_special_tokens = self.add_special_tokens is False
+        return self.completed(made)
 
 
 class CompletionForm:
@@ -79,11 +81,13 @@ class CompletionForm:
 
     whole_object = "text_completion"
     event_object = "text_completion"
+    has_one_prompt = False
 
     def __init__(self, request_id: str, asked: CompletionRequest, text: Text) -> None:
         self.answer_id = f"cmpl-{request_id}"
         self._text = text
         self._has_logprobs = asked.logprobs is not None
+        self._as_ids = bool(asked.return_tokens_as_token_ids)
         self._num_choices = asked.num_choices
         self._echoed = [_text_of(prompt, text) for prompt in asked.prompts] if asked.echo else None
         self._offsets: dict[int, int] = {}
@@ -109,8 +113,9 @@ class CompletionForm:
     def _logprobs(self, index: int, tokens: Sequence[common_pb2.SampledToken]) -> Json | None:
         if not self._has_logprobs:
             return None
-        made = completion_logprobs(self._text, tokens, self._offsets.get(index, 0))
-        self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, made["tokens"]))
+        offset = self._offsets.get(index, 0)
+        made = completion_logprobs(self._text, tokens, offset, self._as_ids)
+        self._offsets[index] = offset + sum(len(self._text.token(token.token_id)) for token in tokens)
         return made
 
 

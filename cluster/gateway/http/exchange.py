@@ -65,6 +65,11 @@ class Exchange:
         self._is_complete = False
         self._last_sent_s = 0.0
 
+    def name(self, request_id: str | None) -> None:
+        """Take an id from the body, unless a header gave one. Nothing may have been sent."""
+        if request_id is not None and "x-request-id" not in self.headers:
+            self.request_id = request_id
+
     async def body(self) -> bytes:
         """Read all of the request's body.
 

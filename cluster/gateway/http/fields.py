@@ -12,6 +12,7 @@ from cluster.gateway.http.base import Fields, Ignored, Only
 from cluster.gateway.http.structured import StructuredFields
 from cluster.gateway.request import (
     BIAS_MAX,
+    CACHE_SALT_CHARACTERS_MAX,
     IDS_MAX,
     LOGPROBS_MAX,
     PENALTY_MAX,
@@ -22,6 +23,7 @@ from cluster.gateway.request import (
 from cluster.service_level import TARGET_MAX_S, Priority, priority_to_pb
 
 TOKENS_MAX = 2**31 - 1
+REQUEST_ID_PATTERN = r"^[!-~]{1,64}$"
 _ID_MAX = 2**32 - 1
 
 
@@ -82,6 +84,20 @@ class SamplingFields(StructuredFields):
     stop_token_ids: TokenIdList | None = None
     ignore_eos: bool | None = None
     """Only max_tokens, stop and stop_token_ids end the answer."""
+    skip_special_tokens: bool | None = None
+    """False: special tokens are part of the text."""
+    include_stop_str_in_output: bool | None = None
+    """The text ends with the stop string, or with the text of the stop token, that ended it."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=TOKENS_MAX)] | None = None
+    """Only so many of the prompt's last tokens are kept; -1: as many as fit together with max_tokens."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARACTERS_MAX)] | None = None
+    """Cached prefixes are shared with requests of the same salt only, within what a tenant shares at all."""
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
+    """The header x-request-id says the same, and wins."""
+    return_token_ids: bool | None = None
+    """Add `token_ids` to choices, and `prompt_token_ids`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens in logprobs are written `token_id:7`."""
     priority: Annotated[Literal["high", "normal", "low"] | None, pydantic.BeforeValidator(_named)] = None
     """Class of the request: the lowest is shed first when there is not room for all. A tenant may be allowed less than
     it asks for. vLLM's 0 is `normal`. (Baton's own, like the two targets.)"""
@@ -104,15 +120,15 @@ class SamplingFields(StructuredFields):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prediction: Ignored = None
+    spaces_between_special_tokens: Ignored = None
 
     # Not supported.
-    skip_special_tokens: Annotated[JsonValue, Only(True)] = None
-    spaces_between_special_tokens: Annotated[JsonValue, Only(True)] = None
-    include_stop_str_in_output: Annotated[JsonValue, Only(False)] = None
     allowed_token_ids: Annotated[JsonValue, Only()] = None
     bad_words: Annotated[JsonValue, Only([])] = None
-    truncate_prompt_tokens: Annotated[JsonValue, Only()] = None
     prompt_logprobs: Annotated[JsonValue, Only()] = None
+    logits_processors: Annotated[JsonValue, Only([])] = None
+    kv_transfer_params: Annotated[JsonValue, Only({})] = None
+    vllm_xargs: Annotated[JsonValue, Only({})] = None
     use_beam_search: Annotated[JsonValue, Only(False)] = None
     length_penalty: Annotated[JsonValue, Only(1, 1.0)] = None
 
@@ -166,8 +182,12 @@ class SamplingFields(StructuredFields):
             made.grammar.CopyFrom(grammar)
         return made
 
-    def set_level(self, made: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
-        """Add the class and the targets to a request, and return it."""
+    def completed(self, made: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+        """Add what is said of text, cache, class and targets to a request, and return it."""
+        made.text_options.keep_stop = bool(self.include_stop_str_in_output)
+        made.text_options.show_special_tokens = self.skip_special_tokens is False
+        made.text_options.prompt_tokens_kept = self.truncate_prompt_tokens or 0
+        made.cache_salt = self.cache_salt or ""
         if self.priority is not None:
             made.priority = priority_to_pb(Priority[self.priority.upper()])
         if self.ttft_target_s is not None:

@@ -11,36 +11,44 @@ _LOWEST = -9999.0
 """JSON has no -Infinity; OpenAI and vLLM write this."""
 
 
-def chat_logprobs(text: Text, tokens: Sequence[common_pb2.SampledToken]) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice."""
-    return {"content": [_chat_token(text, token) for token in tokens], "refusal": None}
+def chat_logprobs(text: Text, tokens: Sequence[common_pb2.SampledToken], as_ids: bool = False) -> dict[str, Any]:
+    """Return `logprobs` of a chat choice; `as_ids`: tokens by their ids instead of their texts."""
+    return {"content": [_chat_token(text, token, as_ids) for token in tokens], "refusal": None}
 
 
-def _chat_token(text: Text, token: common_pb2.SampledToken) -> dict[str, Any]:
-    top = [_entry(text, alternative.token_id, alternative.logprob) for alternative in token.top]
-    return {**_entry(text, token.token_id, token.logprob), "top_logprobs": top}
+def _chat_token(text: Text, token: common_pb2.SampledToken, as_ids: bool) -> dict[str, Any]:
+    top = [_entry(text, alternative.token_id, alternative.logprob, as_ids) for alternative in token.top]
+    return {**_entry(text, token.token_id, token.logprob, as_ids), "top_logprobs": top}
 
 
-def _entry(text: Text, token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": text.token(token_id), "logprob": _finite(logprob), "bytes": list(text.token_bytes(token_id))}
+def _entry(text: Text, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
+    token = _name(text, token_id, as_ids)
+    return {"token": token, "logprob": _finite(logprob), "bytes": list(text.token_bytes(token_id))}
 
 
-def completion_logprobs(text: Text, tokens: Sequence[common_pb2.SampledToken], offset: int) -> dict[str, Any]:
+def _name(text: Text, token_id: int, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else text.token(token_id)
+
+
+def completion_logprobs(
+    text: Text, tokens: Sequence[common_pb2.SampledToken], offset: int, as_ids: bool = False
+) -> dict[str, Any]:
     """Return `logprobs` of a completion choice.
 
     Args:
         text: the model's.
         tokens: with their logprobs.
         offset: characters of the choice before the first of them.
+        as_ids: tokens by their ids instead of their texts.
     """
-    texts = [text.token(token.token_id) for token in tokens]
+    texts = [_name(text, token.token_id, as_ids) for token in tokens]
     offsets = []
-    for one in texts:
+    for token in tokens:
         offsets.append(offset)
-        offset += len(one)
+        offset += len(text.token(token.token_id))
     top = []
     for own, token in zip(texts, tokens, strict=True):
-        alternatives = {text.token(entry.token_id): _finite(entry.logprob) for entry in token.top}
+        alternatives = {_name(text, entry.token_id, as_ids): _finite(entry.logprob) for entry in token.top}
         top.append({**alternatives, own: _finite(token.logprob)})
     return {
         "tokens": texts,

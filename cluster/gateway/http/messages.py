@@ -26,6 +26,7 @@ class TextPart(Fields):
 
     type: Literal["text"]
     text: str
+    cache_control: Ignored = None
 
 
 class CalledFunction(Fields):
@@ -126,15 +127,26 @@ class ChatFields(Fields):
     """False: at most one call."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Further variables of the chat template, e.g. enable_thinking."""
-    add_generation_prompt: Annotated[JsonValue, Only(True)] = None
-    continue_final_message: Annotated[JsonValue, Only(False)] = None
+    reasoning_effort: Annotated[str, Field(pattern=r"^[a-z]{1,16}$")] | None = None
+    """A variable of the chat template; one that does not know it answers as without it."""
+    add_generation_prompt: bool | None = None
+    """False: the prompt ends with the last message, and not with the beginning of the assistant's turn."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message's text."""
     chat_template: Annotated[JsonValue, Only()] = None
 
     @pydantic.model_validator(mode="after")
     def _check_tools(self) -> "ChatFields":
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice is allowed only together with tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message is not allowed together with add_generation_prompt")
         return self
+
+    def set_text_options(self, options: inference_pb2.TextOptions) -> None:
+        """Say how the prompt is to end."""
+        options.no_generation_prompt = self.add_generation_prompt is False
+        options.continue_final_message = bool(self.continue_final_message)
 
     def tools_to_pb(self) -> list[inference_pb2.Tool]:
         """Return the tools on offer as the gateway's core takes them."""
@@ -159,7 +171,10 @@ class ChatFields(Fields):
 
     def template_arguments(self) -> str:
         """Return the template's further variables as text."""
-        return _text(self.chat_template_kwargs or None)
+        given = self.chat_template_kwargs or {}
+        if self.reasoning_effort is not None:
+            given = {"reasoning_effort": self.reasoning_effort, **given}
+        return _text(given or None)
 
 
 def _text(value: dict[str, JsonValue] | None) -> str:

@@ -60,7 +60,9 @@ class TextService:
         self._generator.check_model(asked.model)
         if asked.messages is not None:
             chat = inference_pb2.ChatMessages(messages=[message.to_pb() for message in asked.messages])
-            prompt = check_chat(chat, asked.tools_to_pb(), asked.template_arguments(), limits)
+            options = inference_pb2.TextOptions()
+            asked.set_text_options(options)
+            prompt = check_chat(chat, asked.tools_to_pb(), asked.template_arguments(), options, limits)
             token_ids = await self._tokenizing.token_ids(prompt)
         else:
             text = check_text(asked.prompt or "", limits).text

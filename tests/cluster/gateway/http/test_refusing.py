@@ -64,7 +64,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.arguments"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "Very high"}, "reasoning_effort"),
     ({"priority": 5}, "priority"),
     ({"priority": "urgent"}, "priority"),
     ({"priority": False}, "priority"),
