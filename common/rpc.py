@@ -49,7 +49,11 @@ def make_server(
     options = [*server_options(message_bytes_max), *_metadata_options(metadata_bytes_max)]
     if idle_s is not None:
         options.append(("grpc.max_connection_idle_ms", max(1, round(1000 * idle_s))))
-    return grpc.aio.server(interceptors=[Guard(admit)], options=options, maximum_concurrent_rpcs=calls_max)
+    server = grpc.aio.server(interceptors=[Guard(admit)], options=options, maximum_concurrent_rpcs=calls_max)
+    # A server waits for each registered method by a task of its own, and looks at all of them for each call that comes.
+    # Services are found by their names as well.
+    server.add_registered_method_handlers = lambda *_: None  # type: ignore[attr-defined]  # the stubs lack it
+    return server
 
 
 def _metadata_options(most: int) -> Options:

@@ -10,10 +10,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from common.errors import BatonError, InvalidRequestError
-from common.status import abort_rpc, rpc_errors_to_status
+from common.rich_status import path_in
+from common.status import abort_rpc
 
 Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
 """Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
@@ -31,6 +32,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
+        self._guarded: dict[str, Any] = {}
+        """By method; of those that there are."""
 
     async def intercept_service(
         self,
@@ -47,7 +50,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             await self._admit(details.method, metadata)
         except BatonError as error:
             return _refusing(error)
-        return _guarded(handler)
+        guarded = self._guarded.get(details.method)
+        if guarded is None:
+            guarded = self._guarded[details.method] = _guarded(handler)
+        return guarded
 
 
 def _refusing(error: BatonError) -> Any:
@@ -73,13 +79,15 @@ def _guarded(handler: Any) -> Any:
             make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
 
     async def guarded(request: Any, context: Any) -> Any:
-        async with rpc_errors_to_status(context):
+        try:
             result = serve(check(request), context)
             if not hasattr(result, "__aiter__"):
                 return await result
             async with aclosing(result):
                 async for response in result:
                     await context.write(response)
+        except BatonError as error:
+            await abort_rpc(context, error, path_in(request) if isinstance(request, Message) else str)
         return None
 
     return make(guarded, read, handler.response_serializer)

@@ -1,8 +1,8 @@
 """The outermost frame of a gRPC call: what nobody foresaw ends as INTERNAL, logged once."""
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc.aio
 
@@ -12,8 +12,8 @@ from common.logs import log
 _LOG = logging.getLogger(__name__)
 
 
-@asynccontextmanager
-async def bugs_to_errors(request_id: str) -> AsyncIterator[None]:
+@contextmanager
+def bugs_to_errors(request_id: str) -> Iterator[None]:
     """Raise a BatonError for what nobody foresaw."""
     try:
         yield

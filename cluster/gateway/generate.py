@@ -107,13 +107,15 @@ class Generator:
         caller = CALLER.get()
         with self._counts.request(), self._uses.of(caller).request(caller.rules) as use:
             self._uses.check_share(caller, self._counts.running, self._config.running_max)
-            self.check_model(message.model)
+            limits = self.limits()
+            check_model(message.model, limits)
+            check_may_use(self._model_id, caller)
             request = for_caller(
-                request_from_pb(message, self.limits(), request_id, lambda: self._random.getrandbits(63)),
+                request_from_pb(message, limits, request_id, lambda: self._random.getrandbits(63)),
                 caller,
                 names_class=message.priority != common_pb2.PRIORITY_UNSPECIFIED,
             )
-            prepared = await self._prepare(request, caller, use)
+            prepared = await self._prepare(request, caller, use, limits)
             self._texts.prompt(request.request_id, caller.tenant, prepared.token_ids)
             reading = self._formats.reading(request.tools, prepared.thinking)
             progress = Progress(
@@ -162,12 +164,12 @@ class Generator:
         longest = min(window - 1, self._config.prompt_tokens_max or window)
         return Limits(self._model_id, window, self._facts.vocab_tokens, longest, self._config.request)
 
-    async def _prepare(self, request: Request, caller: Caller, use: RequestUse) -> _Prepared:
+    async def _prepare(self, request: Request, caller: Caller, use: RequestUse, limits: Limits) -> _Prepared:
         """Tokenize a request and see that it fits."""
         token_ids = await self._tokenizing.token_ids(request.prompt)
-        most = num_kept(request.text.prompt_tokens_kept, _max_tokens(request), self.limits())
+        most = num_kept(request.text.prompt_tokens_kept, _max_tokens(request), limits)
         token_ids = token_ids if most is None else token_ids[-most:]
-        check_window(len(token_ids), _max_tokens(request), self.limits())  # before anything is waited for
+        check_window(len(token_ids), _max_tokens(request), limits)  # before anything is waited for
         is_chat = isinstance(request.prompt, ChatPrompt)
         thinking = self._formats.thinking_after(token_ids) if is_chat else Thinking.NEVER
         constraint = await self._constraints.of(request, thinking)

@@ -21,15 +21,13 @@ from cluster.gateway.request import TextPrompt, check_text
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER
 from common.errors import InvalidRequestError
-from common.rich_status import path_in
-from common.status import rpc_errors_to_status
 from common.text import Text
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Generate, Tokenize, Detokenize, ListModels."""
+    """Generate, Tokenize, Detokenize, ListModels. A guard (common/rpc_guard.py) tells clients of what these raise."""
 
     def __init__(self, generator: Generator, tokenizing: Tokenizing, text: Text, choices_max: int) -> None:
         self._generator = generator
@@ -43,22 +41,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = request.request_id or f"req-{secrets.token_hex(8)}"
         timeout_s = min(context.time_remaining() or math.inf, self._generator.request_s)
         generate, most = self._generator.generate, self._choices_max
-        async with (
-            rpc_errors_to_status(context, path_in(request)),
-            bugs_to_errors(request_id),
-            Deadline(timeout_s),
-            pieces_of(choices_of_call(generate, request, request_id, timeout_s, most)) as pieces,
-        ):
-            async for piece in pieces:
-                await context.write(_response(request_id, piece))
-            if wants_explanation(context.invocation_metadata()):
-                context.set_trailing_metadata(explanation_metadata(await self._generator.explanation(request_id)))
+        with bugs_to_errors(request_id):
+            async with (
+                Deadline(timeout_s),
+                pieces_of(choices_of_call(generate, request, request_id, timeout_s, most)) as pieces,
+            ):
+                async for piece in pieces:
+                    await context.write(_response(request_id, piece))
+                if wants_explanation(context.invocation_metadata()):
+                    context.set_trailing_metadata(explanation_metadata(await self._generator.explanation(request_id)))
 
     async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: _Context
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: _Context,  # noqa: ARG002
     ) -> inference_pb2.TokenizeResponse:
         """Return the ids of a text or a chat."""
-        async with rpc_errors_to_status(context, path_in(request)), bugs_to_errors("tokenize"):
+        with bugs_to_errors("tokenize"):
             limits = self._generator.limits()
             self._generator.check_model(request.model)
             match request.WhichOneof("prompt"):
@@ -76,10 +75,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             )
 
     async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: _Context
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: _Context,  # noqa: ARG002
     ) -> inference_pb2.DetokenizeResponse:
         """Return the text of ids, special tokens included."""
-        async with rpc_errors_to_status(context, path_in(request)), bugs_to_errors("detokenize"):
+        with bugs_to_errors("detokenize"):
             limits = self._generator.limits()
             self._generator.check_model(request.model)
             if request.token_ids and max(request.token_ids) >= limits.vocab_tokens:
@@ -116,11 +117,11 @@ def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
         request_id=request_id,
         text=delta.text,
         token_ids=delta.token_ids,
-        logprobs=delta.logprobs,
+        logprobs=delta.logprobs or None,  # a list that is not there costs nothing
         finished=delta.finished,
         choice=piece.index,
         reasoning=delta.reasoning,
-        tool_calls=[_piece(piece) for piece in delta.calls],
+        tool_calls=[_piece(piece) for piece in delta.calls] if delta.calls else None,
     )
 
 

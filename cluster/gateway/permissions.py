@@ -44,7 +44,13 @@ def for_caller(request: Request, caller: Caller, names_class: bool) -> Request:
     most, asked = caller.rules.output_tokens_max, request.sampling.max_tokens
     if most is not None and asked > most:
         raise InvalidRequestError(f"max_tokens must be at most {most} for tenant {caller.name}, got {asked}")
-    return replace(request, tenant=caller.tenant, level=replace(request.level, priority=priority))
+    if caller.tenant != request.tenant:
+        request = replace(request, tenant=caller.tenant)
+    return (
+        request
+        if priority == request.level.priority
+        else replace(request, level=replace(request.level, priority=priority))
+    )
 
 
 def longest_answer(room: int, caller: Caller) -> int:

@@ -1,7 +1,7 @@
 """What one request has produced so far: its tokens, its text, its times. Survives a change of workers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton_pb.v1 import common_pb2, inference_pb2, router_pb2, worker_pb2
 from cluster.gateway.parsing.formats import Reading
@@ -11,8 +11,7 @@ from common.clock import Clock
 from common.text import Text
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What a client gets next."""
 
     text: str
@@ -85,7 +84,8 @@ class Progress:
         for token in tokens:
             if self._reading.thinking is not None and self._reading.thinking.is_thinking:
                 self._num_reasoning_tokens += 1
-            parsed += self._parse(self._push(token.token_id))
+            if text := self._push(token.token_id):
+                parsed = parsed + self._parse(text) if taken else self._parse(text)
             taken.append(token)
             if self.stopped:
                 break

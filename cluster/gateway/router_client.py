@@ -6,7 +6,6 @@ The session comes back after a router restart by itself, and counts the running 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
@@ -43,8 +42,7 @@ class _SessionLostError(Exception):
     """The session ended before its answer came."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A request to place."""
 
     request_id: str

@@ -121,10 +121,11 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> kserve_pb2.ModelInferResponse:
         """Answer in one piece."""
         request_id = _request_id()
-        async with rpc_errors_to_status(context), bugs_to_errors(request_id):
-            asked = read_request(request, may_stream=False)
-            async with aclosing(self._answers(request, asked, request_id, context.time_remaining())) as answers:
-                return await anext(answers)
+        async with rpc_errors_to_status(context):
+            with bugs_to_errors(request_id):
+                asked = read_request(request, may_stream=False)
+                async with aclosing(self._answers(request, asked, request_id, context.time_remaining())) as answers:
+                    return await anext(answers)
         raise AssertionError("unreachable")
 
     async def ModelStreamInfer(  # type: ignore[override]
@@ -148,7 +149,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         room, error = asyncio.Semaphore(_RUNNING_MAX), None
         async with asyncio.TaskGroup() as group:
             try:
-                async with bugs_to_errors("stream"):
+                with bugs_to_errors("stream"):
                     is_first = True  # it was admitted with the call
                     async for request in requests:
                         await room.acquire()
@@ -164,7 +165,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> None:
         request_id = _request_id()
         try:
-            async with bugs_to_errors(request_id):
+            with bugs_to_errors(request_id):
                 if not is_first:
                     await self._door.admit_next()
                 asked = read_request(request, may_stream=True)
