@@ -138,9 +138,9 @@ def estimate_local(question: Question, candidate: Candidate) -> PrefillEstimate:
 
 def _estimate(question: Question, candidate: Candidate, step_s: float, num_decoding: int) -> PrefillEstimate:
     """Estimate prefill beside so many sequences that decode, the running step of which takes `step_s`."""
-    outlook, model, num_tokens = question.outlook, candidate.model, question.num_tokens
+    outlook, num_tokens = question.outlook, question.num_tokens
     num_cached, restore_s = _cached(question, candidate)
-    compute_s = model.prefill_s(num_tokens - num_cached, num_cached)
+    compute_s = candidate.prefill_s(num_tokens - num_cached, num_cached)
     fetch_s, fetched_blocks = 0.0, 0
     if (fetch := _fetch(question, candidate, num_cached, compute_s)) is not None:
         fetch_s, fetched_blocks, num_cached, compute_s = fetch
@@ -215,13 +215,13 @@ def _fetch(question: Question, candidate: Candidate, num_cached: int, compute_s:
     if cached <= num_cached:
         return None
     fetch_s = _FETCH_S + (cached - num_cached) * _FETCH_TOKEN_S
-    rest_s = candidate.model.prefill_s(question.num_tokens - cached, cached)
+    rest_s = candidate.prefill_s(question.num_tokens - cached, cached)
     return _Fetch(fetch_s, num_blocks, cached, rest_s) if fetch_s < compute_s - rest_s else None
 
 
 def _spread_s(question: Question, candidate: Candidate, num_cached: int) -> float:
     fresh = question.hot.num_blocks * question.block_tokens - num_cached
-    return question.hot.share * candidate.model.prefill_s(fresh, num_cached) if fresh > 0 else 0.0
+    return question.hot.share * candidate.prefill_s(fresh, num_cached) if fresh > 0 else 0.0
 
 
 def _evict_s(question: Question, candidate: Candidate, num_new: int) -> float:

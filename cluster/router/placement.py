@@ -119,4 +119,5 @@ class Reservation:
         prefilled_at = self._outcome.now() if is_success else None
         is_remote = self._prefill is not None
         self._prefiller.end_prefill(self, self.size.prompt, prefilled_at, is_remote=is_remote)
+        self._decode.started()
         self._outcome.prefilled(self, is_success)

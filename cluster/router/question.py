@@ -49,6 +49,17 @@ class Candidate:
     is_full: bool = False
     """It has all that it can do at once and something ahead: nothing is placed here while another one has room."""
 
+    def prefill_s(self, num_tokens: int, num_before: int) -> float:
+        """Return what prefilling takes here, apart from other work, in as many steps as the token budget makes of it.
+
+        Args:
+            num_tokens: to compute.
+            num_before: tokens of the prompt that are cached.
+        """
+        model, budget = self.model, self.backlog.token_budget
+        further_steps = (num_tokens - 1) // budget if budget else 0
+        return model.prefill_s(num_tokens, num_before) + further_steps * model.base_s
+
 
 _is_full = attrgetter("is_full")
 

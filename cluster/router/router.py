@@ -125,7 +125,7 @@ class Router:
         """Count a running request again that was placed before this router started. Unknown workers are all right."""
         decode = self._row_or_stranger(decode_worker_id)
         prefill = None if prefill_worker_id is None else self._row_or_stranger(prefill_worker_id)
-        prefill_s = (prefill or decode).candidate.model.prefill_s(num_tokens, 0)
+        prefill_s = (prefill or decode).candidate.prefill_s(num_tokens, 0)
         size = Size(Prompt(num_tokens, num_tokens, prefill_s), max_output_tokens)
         reservation = Reservation(self, None, decode, prefill, size)
         self._reservations[reservation] = None

@@ -91,6 +91,8 @@ class Account:
     """What was placed on one worker and has not ended. Kept by reservations, which give back what they took."""
 
     reservations: int = 0
+    unstarted: int = 0
+    """Of the sequences to decode here: those whose first token was not seen."""
     queued_tokens: int = 0
     """Prompt tokens to prefill here, of reservations whose first token was not seen."""
     num_tokens: int = 0
@@ -100,14 +102,16 @@ class Account:
 
 
 class _Unplaced(NamedTuple):
-    """Of a worker's load, what its account did not explain when it reported; may be negative."""
+    """Of a worker's load, what its account did not explain when it reported; tokens may be negative."""
 
     queued_tokens: int
     sequences: int
+    waiting: int
+    """Of these: those that wait."""
     used_tokens: int
 
 
-_NONE_UNPLACED = _Unplaced(0, 0, 0)
+_NONE_UNPLACED = _Unplaced(0, 0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,9 +150,16 @@ class Worker:
         """A sequence is to be decoded here; `end_decode` with the same numbers takes it back."""
         account = self.account
         account.reservations += 1
+        account.unstarted += 1
         account.num_tokens += prompt_tokens + output_tokens
         account.prompt_tokens += prompt_tokens
         self._refresh()
+
+    def started(self) -> None:
+        """The first token of a sequence to decode here was seen, or will not be: it waits for no place any more."""
+        self.account.unstarted -= 1
+        if self.load.waiting_sequences:
+            self._refresh()
 
     def end_decode(self, prompt_tokens: int, output_tokens: int) -> None:
         """A sequence was decoded, or will not be."""
@@ -182,7 +193,8 @@ class Worker:
         candidate.free_tokens = load.free_blocks * block_tokens
         self._unplaced = _Unplaced(
             load.queued_tokens - account.queued_tokens,
-            load.waiting_sequences + load.running_sequences - account.reservations,
+            max(0, load.waiting_sequences + load.running_sequences - account.reservations),
+            max(0, load.waiting_sequences - account.unstarted),
             load.used_blocks * block_tokens - account.prompt_tokens,
         )
         if load.steps is not None:
@@ -225,8 +237,7 @@ class Worker:
         unplaced, account, candidate = self._unplaced, self.account, self.candidate
         queued = unplaced.queued_tokens + account.queued_tokens
         candidate.queued_tokens = queued if queued > 0 else 0
-        sequences = unplaced.sequences + account.reservations
-        candidate.num_sequences = sequences = sequences if sequences > 0 else 0
+        candidate.num_sequences = sequences = unplaced.sequences + account.reservations
         candidate.num_tokens = account.num_tokens
         if self.facts is not None:
             used = unplaced.used_tokens + account.prompt_tokens
@@ -255,8 +266,10 @@ class Worker:
         if not running_max:
             return False
         spare = max(1, running_max // _SPARE_SHARE)
-        # Who waits there waits for blocks, or for one of the `running_max` places.
-        return self.load.waiting_sequences > spare or candidate.num_sequences >= running_max + spare
+        # Who waits there waits for blocks, or for one of the `running_max` places. Whoever has a token waits no more,
+        # though the worker has not reported since.
+        waiting = min(self.load.waiting_sequences, self._unplaced.waiting + self.account.unstarted)
+        return waiting > spare or candidate.num_sequences >= running_max + spare
 
 
 @dataclass(frozen=True, slots=True)

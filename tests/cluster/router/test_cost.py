@@ -233,5 +233,20 @@ def test_a_worker_that_says_its_token_budget_is_known_to_finish_whole_steps() ->
         assert placement.prefill is not None
         return placement.predicted_ttft_s
 
-    assert predicted(1600) == pytest.approx(predicted(0))
+    assert predicted(1600) == pytest.approx(predicted(0) + MODEL.base_s), "it takes two steps"
     assert predicted(4000) - predicted(0) == pytest.approx(2.4 + 0.8, rel=0.1), "of the long one, in either step"
+
+
+@pytest.mark.parametrize(("token_budget", "num_steps"), [(0, 1), (1600, 1), (1599, 2), (500, 4)])
+def test_a_prompt_of_several_steps_pays_for_each_of_them(token_budget: int, num_steps: int) -> None:
+    router = cluster("p0", "d0")
+    router.welcome("p0", WorkerFacts(1, "m", "l", BLOCK, b"", 4096, 1 << 16, token_budget=token_budget))
+    router.report("p0", WorkerLoad(free_blocks=4096))
+    know(router, "p0", MODEL)
+    router.report("d0", WorkerLoad(running_sequences=30, used_blocks=300))
+
+    estimate = router.predict(ask(1600))
+
+    assert estimate.prefill is not None
+    one_step_s = MODEL.prefill_s(1600, 0)
+    assert estimate.first.compute_s == pytest.approx(one_step_s + (num_steps - 1) * MODEL.base_s)

@@ -52,6 +52,12 @@ class Door:
 
         return take
 
+    def first_token(self, key: str) -> None:
+        reservation = self.answers[key]
+        assert isinstance(reservation, Reservation)
+        reservation.first_token()
+        self.front.pump()
+
     def release(self, key: str) -> None:
         reservation = self.answers[key]
         assert isinstance(reservation, Reservation)
@@ -98,6 +104,44 @@ def test_a_full_worker_is_not_chosen_while_another_has_room(policy: str) -> None
     door.router.report("d0", WorkerLoad())
     door.front.pump()
     assert door.worker_of("one more") == "d0"
+
+
+def test_who_was_seen_to_start_waits_no_more_although_the_worker_has_not_reported_since() -> None:
+    door = Door()
+    for number in range(ROOM):
+        door.ask(f"r{number}")
+    door.router.report("d0", WorkerLoad(running_sequences=1, waiting_sequences=ROOM - 1))
+
+    for number in range(ROOM - 1):
+        door.first_token(f"r{number}")
+    assert door.ask("one more") is True
+    door.release("r0")
+
+    assert "one more" in door.placed()
+    assert door.ask("and another") is True
+
+
+def test_those_that_were_preempted_fill_a_worker_until_it_reports_again() -> None:
+    door = Door()
+    for number in range(ROOM):
+        door.ask(f"r{number}")
+        door.first_token(f"r{number}")
+    door.router.report("d0", WorkerLoad(running_sequences=2, waiting_sequences=ROOM - 2))
+    door.release("r0")
+
+    assert door.ask("one more") is True
+    door.router.report("d0", WorkerLoad(running_sequences=4))
+    door.front.pump()
+    assert "one more" in door.placed()
+
+
+def test_what_is_on_its_way_counts_although_a_report_does_not_know_of_it_yet() -> None:
+    door = Door()
+    for number in range(ROOM):
+        door.ask(f"r{number}")
+    door.router.report("d0", WorkerLoad())
+
+    assert door.ask("one more") is True
 
 
 def test_a_prefill_worker_gets_one_prompt_ahead_and_then_by_its_seconds() -> None:

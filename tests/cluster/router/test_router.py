@@ -275,7 +275,9 @@ def test_only_what_is_not_cached_is_queued() -> None:
     router.place(ask(10))
 
     assert account(router, "p0").queued_tokens == 2
-    assert account(router, "d0") == Account(reservations=1, queued_tokens=0, num_tokens=30, prompt_tokens=10)
+    assert account(router, "d0") == Account(
+        reservations=1, unstarted=1, queued_tokens=0, num_tokens=30, prompt_tokens=10
+    )
 
 
 def test_the_first_token_frees_the_prefill_worker_and_the_end_frees_all_once() -> None:
@@ -381,7 +383,9 @@ def test_a_held_reservation_counts_like_a_placed_one() -> None:
 
     assert router.num_reservations == 3
     assert account(router, "p0") == Account(reservations=1, queued_tokens=10, num_tokens=0)
-    assert account(router, "d0") == Account(reservations=2, queued_tokens=0, num_tokens=30, prompt_tokens=20)
+    assert account(router, "d0") == Account(
+        reservations=2, unstarted=1, queued_tokens=0, num_tokens=30, prompt_tokens=20
+    )
     for reservation in (held, running, elsewhere):
         reservation.release()
     router.check()
