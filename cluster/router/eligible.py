@@ -2,7 +2,8 @@
 
 from cluster.router.placement import PlacementRequest
 from cluster.router.question import Group
-from cluster.router.worker_table import Role, WorkerTable
+from cluster.router.worker import Role
+from cluster.router.worker_table import WorkerTable
 from common.errors import InvalidRequestError, WorkerLostError
 
 DECODERS = (Role.DECODE, Role.BOTH)

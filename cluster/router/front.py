@@ -11,7 +11,7 @@ from cluster.router.class_queue import Claim
 from cluster.router.forecast import forecast
 from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.router import Router
-from cluster.router.worker_table import Role
+from cluster.router.worker import Role
 from cluster.service_level import ORDINARY, ServiceLevel
 from common.config import RouterConfig
 from common.errors import BatonError, OverloadedError

@@ -7,7 +7,7 @@ from cluster.router.placement import Placement, PlacementRequest
 from cluster.router.prefix_index import Snapshot
 from cluster.router.router import Router
 from cluster.router.step_model import StepTotals
-from cluster.router.worker_table import Role, Worker, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker import Role, Worker, WorkerFacts, WorkerInfo, WorkerLoad
 from cluster.service_level import ServiceLevel, priority_from_pb
 from common.chain_hash import HASH_BYTES
 from common.errors import InvalidRequestError

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from cluster.router.backlog import Prompt
-from cluster.router.worker_table import Worker, WorkerInfo
+from cluster.router.worker import Worker, WorkerInfo
 
 
 class PlacementRequest(NamedTuple):

@@ -3,11 +3,11 @@
 The service, the tests and the simulator run the same object.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
+from cluster.router.agreement import Agreement
 from cluster.router.backlog import Prompt
 from cluster.router.eligible import DECODERS, eligible_decoders, eligible_prefillers, without_fallback
 from cluster.router.estimate import PairEstimate, estimate_pair
@@ -15,6 +15,7 @@ from cluster.router.expected_blocks import ExpectedBlocks
 from cluster.router.explanations import Explanation, Explanations
 from cluster.router.hits import Hits
 from cluster.router.hot_prefixes import Hot, HotPrefixes
+from cluster.router.local_prefills import LocalPrefills
 from cluster.router.placement import Placement, PlacementRequest, Reservation, Size
 from cluster.router.policies.cost import Cost
 from cluster.router.policies.policy import Choice, Policy
@@ -23,12 +24,11 @@ from cluster.router.question import Candidate, Question
 from cluster.router.room import AHEAD_S, has_room, those_with_room
 from cluster.router.silence import SilenceWatch
 from cluster.router.traffic import Traffic
-from cluster.router.worker_table import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad, WorkerTable
+from cluster.router.worker import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker_table import WorkerTable
 from common.clock import Clock, MonotonicClock
 from common.errors import MismatchError
-from common.logs import log
 
-_LOG = logging.getLogger(__name__)
 _HOLDERS_MAX = 32
 """Holders of a prefix among whom the one that pushes it is chosen."""
 
@@ -67,9 +67,9 @@ class Router:
         self._traffic = Traffic()
         self._predictor = Cost()
         self._reservations: dict[Reservation, Explanation | None] = {}
-        self._agreed: WorkerFacts | None = None
+        self._agreement = Agreement()
         self._silence = SilenceWatch()
-        self._has_fallen_back = False
+        self._local_prefills = LocalPrefills(self.workers, self.counters)
         self._falls_back = falls_back
 
     # What gateways ask for.
@@ -86,9 +86,9 @@ class Router:
         # A policy that does not reckon in seconds cannot know that a fetch is worth its time.
         estimate = choice.estimate or estimate_pair(question._replace(deepest=None), choice.decode, choice.prefill)
         if choice.prefill is not None:
-            self._has_fallen_back = False
+            self._local_prefills.apart()
         elif not choice.decode.prefills_itself:
-            self._count_local_prefill(request, was_forced=not len(question.prefill))
+            self._local_prefills.local(request.request_id, was_forced=not len(question.prefill))
         self.placements_total += 1
         return self._reserve(request, question, choice, estimate)
 
@@ -182,7 +182,7 @@ class Router:
             self.index.forget(worker_id)
             self.expected.forget(worker_id)
             self._silence.forget(worker_id)
-        self._forget_agreement_if_alone()
+        self._agreement.forget_if_alone(self.workers)
         return new, left
 
     def welcome(self, worker_id: str, facts: WorkerFacts) -> None:
@@ -196,11 +196,12 @@ class Router:
             return
         worker.greet(facts)
         self.workers.move(worker, State.STARTING)
-        self._forget_agreement_if_alone()
-        difference = None if self._agreed is None else _difference(self._agreed, facts)
-        if difference is not None:
-            self.workers.move(worker, State.REFUSED, difference)
-            raise MismatchError(difference)
+        self._agreement.forget_if_alone(self.workers)
+        try:
+            self._agreement.check(facts)
+        except MismatchError as error:
+            self.workers.move(worker, State.REFUSED, error.message)
+            raise
 
     def report(self, worker_id: str, load: WorkerLoad) -> None:
         """Take a load report."""
@@ -212,7 +213,7 @@ class Router:
         state = State.DRAINING if load.is_draining else State.READY
         if worker.state is not state:
             self.workers.move(worker, state, "asked to drain" if load.is_draining else "")
-        self._agreed = self._agreed or worker.facts
+        self._agreement.join(worker.facts)
 
     def refuse(self, worker_id: str, reason: str) -> None:
         """A worker is not what it should be."""
@@ -225,7 +226,7 @@ class Router:
 
     def agreed(self) -> WorkerFacts | None:
         """Return what the ready workers agree on, with the smallest window among them; None while there are none."""
-        return self._agreed
+        return self._agreement.facts
 
     @property
     def context_tokens(self) -> int:
@@ -267,7 +268,7 @@ class Router:
             hits=hits,
             deepest=deepest,
             hot=heat(request.hashes, hits, now),
-            block_tokens=self._agreed.block_tokens if self._agreed is not None else 1,
+            block_tokens=self._agreement.block_tokens,
             max_output_tokens=request.max_output_tokens,
             ttft_target_s=request.ttft_target_s,
             tpot_target_s=request.tpot_target_s,
@@ -333,24 +334,6 @@ class Router:
         holders = hits.those_of(question.deepest.holders, self.workers.rows, _HOLDERS_MAX, self._rng.choice(hits.names))
         return min(holders, key=lambda worker: worker.candidate.num_sequences).info
 
-    def _count_local_prefill(self, request: PlacementRequest, was_forced: bool) -> None:
-        """Count that a decode worker prefills although there should be others for that: chosen, or for want of them."""
-        if self.workers.num_configured(Role.PREFILL) == 0:
-            return
-        if not was_forced:
-            self.counters["local_prefills_chosen"] += 1
-            return
-        self.counters["local_prefill_fallback"] += 1
-        if not self._has_fallen_back:
-            self._has_fallen_back = True
-            states = self.workers.states(Role.PREFILL)
-            log(
-                _LOG,
-                logging.WARNING,
-                f"no prefill worker can be used ({states}): decode workers prefill; counted as local_prefill_fallback",
-                request_id=request.request_id,
-            )
-
     def _take_out(self, worker_id: str, state: State, reason: str) -> bool:
         worker = self.workers.get(worker_id)
         if worker is None:
@@ -360,21 +343,5 @@ class Router:
         worker.forget_report()
         self.index.forget(worker_id)
         self.expected.forget(worker_id)
-        self._forget_agreement_if_alone()
+        self._agreement.forget_if_alone(self.workers)
         return was is not state
-
-    def _forget_agreement_if_alone(self) -> None:
-        """When no worker is left that it could contradict, the next one decides what is true."""
-        if not any(worker.state in (State.READY, State.DRAINING) for worker in self.workers):
-            self._agreed = None
-
-
-def _difference(agreed: WorkerFacts, facts: WorkerFacts) -> str | None:
-    for name, ours, theirs in (
-        ("model id", agreed.model_id, facts.model_id),
-        ("block layout", agreed.layout, facts.layout),
-        ("probe hash", agreed.hash_probe.hex(), facts.hash_probe.hex()),
-    ):
-        if ours != theirs:
-            return f"{name} is {theirs}, the cluster's is {ours}"
-    return None

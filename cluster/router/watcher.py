@@ -10,7 +10,7 @@ import grpc.aio
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from cluster.router.messages import facts_from_pb, load_from_pb, role_from_pb, snapshot_from_pb, tier_from_pb
 from cluster.router.router import Router
-from cluster.router.worker_table import WorkerInfo
+from cluster.router.worker import WorkerInfo
 from common.chain_hash import probe
 from common.errors import BatonError, MismatchError, WorkerLostError
 from common.logs import log

@@ -28,7 +28,7 @@ from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.router import Router
-from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES
 from loadtest.bench.common import BenchRow, Repeated, publish
 

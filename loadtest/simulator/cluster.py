@@ -15,7 +15,7 @@ from cluster.router.front import Asked, Front
 from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
-from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.config import RouterConfig
 from common.errors import BatonError, ConfigError
 from loadtest.records import RequestRecord, ServerTiming

@@ -11,7 +11,7 @@ from cluster.router.policies.cost import Cost
 from cluster.router.prefix_index import Snapshot
 from cluster.router.router import Router
 from cluster.router.step_model import StepModel
-from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import chain_hashes
 from common.clock import ManualClock
 

@@ -15,7 +15,7 @@ from cluster.router.policies.policy import Choice
 from cluster.router.policies.registry import POLICIES
 from cluster.router.question import Question
 from cluster.router.router import Router
-from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from cluster.service_level import ORDINARY, Priority, ServiceLevel
 from common.clock import ManualClock
 from common.config import RouterConfig

@@ -16,7 +16,7 @@ from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
 from cluster.router.step_model import StepModel
-from cluster.router.worker_table import Role, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import chain_hashes
 from common.clock import ManualClock
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
-from cluster.router.worker_table import Account, Role, State, WorkerFacts, WorkerInfo, WorkerLoad
+from cluster.router.worker import Account, Role, State, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES, chain_hashes, probe
 from common.clock import ManualClock
 from common.errors import InvalidRequestError, MismatchError, WorkerLostError
