@@ -18,7 +18,7 @@ from cluster.gateway.http.exchange import Exchange, wanted_timeout_s
 from cluster.gateway.http.fields import SamplingFields
 from cluster.gateway.http.hosting import HttpHost, Message, Receive, Send
 from cluster.gateway.http.openapi import DOCS_PAGE, document
-from cluster.gateway.http.refusals import HttpError, refusal_of
+from cluster.gateway.http.refusals import HttpError, head_too_large, refusal_of
 from cluster.gateway.http.services import DetokenizeRequest, TextService, TokenizeRequest
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.ready import readiness
@@ -109,6 +109,8 @@ class HttpFace:
         try:
             if hosting.num_connections > self._config.connections_max:
                 raise WorkerLostError(f"{hosting.num_connections - 1} connections are open, the most that may be")
+            if exchange.head_bytes > self._config.head_bytes_max:
+                raise head_too_large(self._config.head_bytes_max)
             async with exchange.deadline:
                 exchange.deadline.shorten(wanted_timeout_s(exchange.headers))
                 endpoint = self._endpoint(exchange)

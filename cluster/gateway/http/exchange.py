@@ -52,6 +52,8 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.head_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
+        """Of the request's path and headers, without what is between them."""
         self.request_id = _request_id(self.headers.get("x-request-id", ""))
         self.deadline = Deadline(timeout_s)
         """For whoever serves the request to keep."""

@@ -9,9 +9,11 @@ from typing import Any, Self
 
 import h11
 import uvicorn
+from pydantic_core import to_json
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from cluster.gateway.http.refusals import HttpError, head_too_large, refusal_of
 from common.config_doors import HttpConfig
 from common.errors import ConfigError
 from common.tls import CurrentContext, TlsFiles
@@ -27,7 +29,6 @@ _SEND_BUFFER_BYTES = 256 * 1024
 """Of the kernel, for each connection: left alone it grows to megabytes for a client that does not read."""
 _FLUSH_S = 1.0
 """How long the last bytes of answers may take at an orderly stop."""
-_NO_HTTP = b'{"error":{"message":"this is not HTTP/1.1","type":"invalid_request_error","param":null,"code":400}}'
 
 
 class HttpHost:
@@ -122,15 +123,16 @@ class HttpHost:
                 await self._gone.wait()
 
     def _connection(self) -> "_Connection":
-        return _Connection(self._config, self._state, self._settings.arrival_s, self._gone)
+        return _Connection(self._config, self._state, self._settings, self._gone)
 
 
 class _Connection(H11Protocol):
     """A connection that gives a client only so long to send a request's head."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, arrival_s: float, gone: asyncio.Event) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, limits: HttpConfig, gone: asyncio.Event) -> None:
         super().__init__(config, state, {})
-        self._arrival_s = arrival_s
+        self._arrival_s = limits.arrival_s
+        self._head_bytes_max = limits.head_bytes_max
         self._gone = gone
         self._late: asyncio.TimerHandle | None = None
 
@@ -164,8 +166,12 @@ class _Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's words say less
         """Answer what is no HTTP."""
         headers = [("content-type", "application/json"), ("connection", "close")]
+        refusal = refusal_of(HttpError(400, "this is not HTTP/1.1"))
+        if len(self.conn.trailing_data[0]) > self._head_bytes_max:  # h11 gave up on it
+            refusal = refusal_of(head_too_large(self._head_bytes_max))
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            events = (h11.Response(status_code=400, headers=headers), h11.Data(_NO_HTTP), h11.EndOfMessage())
+            data = h11.Data(to_json(refusal.body))
+            events = (h11.Response(status_code=refusal.status, headers=headers), data, h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 

@@ -38,6 +38,11 @@ class HttpError(Exception):
         self.headers = dict(headers or {})
 
 
+def head_too_large(most: int) -> HttpError:
+    """Return the refusal of a request whose path and headers are too long."""
+    return HttpError(431, f"the request line and the headers have more than {most} bytes", {"connection": "close"})
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """What a client gets instead of an answer."""

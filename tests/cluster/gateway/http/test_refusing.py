@@ -196,14 +196,23 @@ def test_a_request_that_comes_too_slowly_is_ended(model_dir: Path) -> None:
     run(scenario())
 
 
-def test_what_is_no_http_is_told_so(model_dir: Path) -> None:
+def test_what_is_no_http_and_a_head_that_is_too_long_are_told_so(model_dir: Path) -> None:
+    long = b"GET /health HTTP/1.1\r\nhost: x\r\nbig: " + b"x" * 5000
+    cases = [
+        (b"\x16\x03\x01 hello\r\n\r\n", 400, "this is not HTTP/1.1"),
+        (long, 431, "more than 2000 bytes"),  # it has not ended
+        (long + b"\r\n\r\n", 431, "more than 2000 bytes"),
+        (b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431, "more than 2000 bytes"),
+    ]
+
     async def scenario() -> None:
         async with fake_cluster(model_dir, http={"head_bytes_max": 2000}) as cluster:
-            for data in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nbig: " + b"x" * 5000):
+            for data, status, words in cases:
                 async with wire(cluster) as connection:
                     connection.writer.write(data)
-                    assert (await connection.head())[0] == 400
-                    assert json.loads(await connection.reader.read())["error"]["type"] == "invalid_request_error"
+                    assert (await connection.head())[0] == status
+                    error = json.loads(await connection.reader.read())["error"]
+                    assert (error["type"], words in error["message"]) == ("invalid_request_error", True)
 
     run(scenario())
 
