@@ -65,8 +65,8 @@ class Progress:
         self._num_reasoning_tokens = 0
         self._has_calls = False
         self._wants_logprobs = request.sampling.HasField("logprobs")
-        ending = frozenset(request.sampling.stop_token_ids)
-        self._stop_ids = ending if request.sampling.ignore_eos else ending | eos
+        self._asked_ids = frozenset(request.sampling.stop_token_ids)
+        self._stop_ids = self._asked_ids if request.sampling.ignore_eos else self._asked_ids | eos
         self._withheld: int | None = None
         self._clock = clock
         self._received_s = received_s
@@ -118,12 +118,15 @@ class Progress:
             text += self._detokenizer.finish()
         if self.stopped:
             reason = common_pb2.FINISH_REASON_STOP
+        has_ended = reason == common_pb2.FINISH_REASON_STOP and not self.stopped
+        stop_token_id = self._withheld if has_ended and self._withheld in self._asked_ids else None
         parsed = Parsed(last.text, last.reasoning, tuple(last.calls)) + self._parse(text, is_last=True)
         if self._has_calls and reason == common_pb2.FINISH_REASON_STOP:
             reason = common_pb2.FINISH_REASON_TOOL_CALLS
         finished = inference_pb2.Finished(
             reason=reason,
             stop=self._detokenizer.stopped or "",
+            stop_token_id=stop_token_id,
             usage=common_pb2.Usage(
                 prompt_tokens=len(self.prompt),
                 output_tokens=len(self.token_ids),

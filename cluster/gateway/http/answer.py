@@ -238,4 +238,5 @@ def _reasoning(choice: _Choice) -> int:
 def _ending(finished: inference_pb2.Finished | None) -> Mapping[str, Any]:
     if finished is None:
         return {"finish_reason": None}
-    return {"finish_reason": _REASONS.get(finished.reason, "stop"), "stop_reason": finished.stop or None}
+    stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+    return {"finish_reason": _REASONS.get(finished.reason, "stop"), "stop_reason": finished.stop or stop_token_id}

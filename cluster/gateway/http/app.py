@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TypeVar
 
 import pydantic
@@ -67,6 +68,7 @@ class HttpFace:
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._health),
+            "/version": ("GET", self._version),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
             "/openapi.json": ("GET", self._openapi),
@@ -195,6 +197,9 @@ class HttpFace:
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.reply_json(200, {"status": "ok"})
+
+    async def _version(self, exchange: Exchange) -> None:
+        await exchange.reply_json(200, {"version": metadata.version("baton-serve")})
 
     async def _ready(self, exchange: Exchange) -> None:
         """Say whether a request could be placed now."""

@@ -91,7 +91,7 @@ class ChatForm:
         """Return a choice's fields in an event."""
         made: Json = {}
         if delta.reasoning and self._shows_reasoning:
-            made["reasoning_content"] = delta.reasoning
+            made |= _thought(delta.reasoning)
         if delta.calls:
             made["tool_calls"] = [_call_piece(piece) for piece in delta.calls]
         if delta.text or (delta.logprobs and not made):
@@ -102,7 +102,7 @@ class ChatForm:
         """Return a choice's fields in an answer in one piece."""
         message: Json = {"role": "assistant", "content": said.text, "refusal": None}
         if said.reasoning and self._shows_reasoning:
-            message["reasoning_content"] = said.reasoning
+            message |= _thought(said.reasoning)
         if said.calls:
             message["tool_calls"] = _whole_calls(said.calls)
         if len(message) > 3:
@@ -111,6 +111,11 @@ class ChatForm:
 
     def _logprobs(self, tokens: Sequence[common_pb2.SampledToken]) -> Json | None:
         return chat_logprobs(self._text, tokens, self._as_ids) if self._has_logprobs else None
+
+
+def _thought(text: str) -> Json:
+    """Return it by both of its names: vLLM's newer and the one that most clients know."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_piece(piece: CallPiece) -> Json:

@@ -35,6 +35,7 @@ class CalledFunction(Fields):
     name: str
     arguments: str
     """A JSON object, as text."""
+    parsed_arguments: Ignored = None
 
 
 class MessageCall(Fields):
@@ -61,11 +62,13 @@ class Message(Fields):
     """With role `tool`: which call this is the result of."""
     reasoning_content: str | None = None
     """For templates that know it."""
-    reasoning: Ignored = None
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
     refusal: Annotated[JsonValue, Only()] = None
     audio: Annotated[JsonValue, Only()] = None
     function_call: Annotated[JsonValue, Only()] = None
     annotations: Ignored = None
+    parsed: Ignored = None
 
     def to_pb(self) -> inference_pb2.ChatMessage:
         """Return the message as the gateway's core takes it."""
@@ -75,7 +78,7 @@ class Message(Fields):
             content=content if isinstance(content, str) else "\n".join(part.text for part in content),
             name=self.name or "",
             tool_call_id=self.tool_call_id or "",
-            reasoning=self.reasoning_content or "",
+            reasoning=self.reasoning_content or self.reasoning or "",
         )
         for call in self.tool_calls or ():
             made.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)

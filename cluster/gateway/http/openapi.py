@@ -47,6 +47,7 @@ def document() -> Json:
             "/tokenize": {"post": _call("Text or conversation to token ids", TokenizeRequest, _JSON_TYPE)},
             "/detokenize": {"post": _call("Token ids to text", DetokenizeRequest, _JSON_TYPE)},
             "/health": {"get": _call("Whether the gateway lives", None, _JSON_TYPE)},
+            "/version": {"get": _call("Which version of Baton this is", None, _JSON_TYPE)},
             "/ready": {"get": _call("Whether a request could be placed", None, _JSON_TYPE)},
             "/metrics": {"get": _call("Metrics, in Prometheus' text format", None, _TEXT)},
             "/openapi.json": {"get": _call("This document", None, _JSON_TYPE)},

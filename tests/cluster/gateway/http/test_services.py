@@ -1,6 +1,7 @@
 """The small endpoints: tokenize, detokenize, models, health, readiness, metrics, the API's description."""
 
 import asyncio
+from importlib import metadata
 from pathlib import Path
 
 import jsonschema
@@ -70,6 +71,7 @@ def test_ready_means_that_a_request_could_be_placed(model_dir: Path) -> None:
             assert (without_worker.status, without_router.status) == (503, 503)
             assert "d0 lost" in without_worker.error["message"]
             assert (await get(cluster, "/health")).status == 200
+            assert (await get(cluster, "/version")).json == {"version": metadata.version("baton-serve")}
             await cluster.restart_worker("d0")
             cluster.router = await type(cluster.router).start(HOST, _port(address), RouterConfig(), 0.2)
             await cluster.set_workers()

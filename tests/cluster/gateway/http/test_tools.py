@@ -172,6 +172,12 @@ def test_a_schema_that_cannot_be_obeyed_is_named_where_a_call_is_demanded(model_
     run(scenario())
 
 
+class City(pydantic.BaseModel):
+    """Arguments of a call."""
+
+    city: str
+
+
 class Weather(pydantic.BaseModel):
     """What parse returns."""
 
@@ -226,6 +232,35 @@ def test_a_template_that_knows_tools_gets_calls_and_results_as_they_are(thinking
     run(scenario())
 
 
+@pytest.mark.parametrize("way", ["whole", "stream", "parse"])
+def test_an_answer_may_be_sent_back_as_the_client_gave_it(model_dir: Path, way: str) -> None:
+    async def scenario() -> None:
+        async with roomy_cluster(model_dir) as cluster, client_of(cluster) as client:
+            says(cluster, model_dir, f"Let me see.\n{CALL}")
+            if way == "stream":
+                async with client.chat.completions.stream(model="fake", messages=ROME, tools=TOOLS) as stream:
+                    said: Any = (await stream.get_final_completion()).choices[0].message
+            elif way == "parse":
+                tools: Any = [openai.pydantic_function_tool(City, name="get_weather")]
+                said = (
+                    (await client.chat.completions.parse(model="fake", messages=ROME, tools=tools)).choices[0].message
+                )
+            else:
+                said = (
+                    (await client.chat.completions.create(model="fake", messages=ROME, tools=TOOLS)).choices[0].message
+                )
+            result: Any = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "31"}
+
+            for message in (said, said.model_dump()):
+                says(cluster, model_dir, "Hot.")
+                answer = await client.chat.completions.create(model="fake", messages=[*ROME, message, result])
+
+                assert answer.choices[0].message.content == "Hot."
+                assert f"Let me see.\n{CALL}" in prompt_of(cluster, model_dir)
+
+    run(scenario())
+
+
 def test_a_template_that_knows_no_tools_gets_them_in_words(model_dir: Path) -> None:
     async def scenario() -> None:
         async with roomy_cluster(model_dir) as cluster, client_of(cluster) as client:
@@ -276,6 +311,7 @@ def test_thinking_is_reasoning_content(
 
             message = answer.choices[0].message
             assert (message.content, getattr(message, "reasoning_content", None)) == ("Yes.", thought)
+            assert getattr(message, "reasoning", None) == thought
             assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (thought or "")
             assert "".join(delta.content or "" for delta in deltas) == "Yes."
             assert answer.usage is not None

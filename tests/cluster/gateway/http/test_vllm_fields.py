@@ -41,6 +41,7 @@ def test_a_stop_string_or_token_is_part_of_the_text_when_asked_for(model_dir: Pa
             assert (kept["text"], kept["finish_reason"], kept["stop_reason"]) == ("one, t", "stop", ", t")
             assert cut["text"] == "one"
             assert whole["text"] == "one, two, three<|im_end|>"
+            assert (whole["finish_reason"], whole["stop_reason"], cut["stop_reason"]) == ("stop", END, ", t")
 
     run(scenario())
 
