@@ -39,7 +39,9 @@ Target = Annotated[float, Field(gt=0, le=TARGET_MAX_S)]
 
 
 def _named(priority: JsonValue) -> JsonValue:
-    return "normal" if type(priority) is int and priority == 0 else priority
+    if type(priority) is not int:
+        return priority
+    return "normal" if priority == 0 else "high" if priority < 0 else "low"
 
 
 class StreamOptions(Fields):
@@ -100,7 +102,7 @@ class SamplingFields(StructuredFields):
     """Tokens in logprobs are written `token_id:7`."""
     priority: Annotated[Literal["high", "normal", "low"] | None, pydantic.BeforeValidator(_named)] = None
     """Class of the request: the lowest is shed first when there is not room for all. A tenant may be allowed less than
-    it asks for. vLLM's 0 is `normal`. (Baton's own, like the two targets.)"""
+    it asks for. Of vLLM's numbers 0 is `normal`, what comes before it `high`. (Baton's own, like the two targets.)"""
     ttft_target_s: Target | None = None
     """Most seconds to the first token. A request whose targets cannot be met is refused at once, with `retry-after`."""
     tpot_target_s: Target | None = None

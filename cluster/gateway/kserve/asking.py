@@ -177,6 +177,12 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     "stop": _texts,
     "stop_token_ids": _integers,
 }
+_TEXT: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "include_stop_str_in_output": lambda name, value: {"keep_stop": _boolean(name, value)},
+    "skip_special_tokens": lambda name, value: {"show_special_tokens": not _boolean(name, value)},
+    "truncate_prompt_tokens": lambda name, value: {"prompt_tokens_kept": _integer(name, value)},
+}
+"""What vLLM has among its sampling parameters and we among the options of the text."""
 _LISTS = frozenset({"stop", "stop_words", "stop_token_ids"})
 _ALIASES = {"stop_words": "stop", "random_seed": "seed", "min_length": "min_tokens", "runtime_top_k": "top_k"}
 _ALIASES |= {"runtime_top_p": "top_p"}
@@ -191,6 +197,8 @@ def _set(message: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
         elif name in _SAMPLING:
             read = _SAMPLING[name](name, value)
             message.sampling.MergeFrom(common_pb2.SamplingParams(**{name: read}))
+        elif name in _TEXT:
+            message.text_options.MergeFrom(inference_pb2.TextOptions(**_TEXT[name](name, value)))
         else:
             raise InvalidRequestError(f"{name[:64]} is nothing that this model takes")
     except ValueError as error:  # what the message has no room for

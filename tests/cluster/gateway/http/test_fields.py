@@ -17,10 +17,12 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}]}
         ("high", common_pb2.PRIORITY_HIGH),
         ("low", common_pb2.PRIORITY_LOW),
         (0, common_pb2.PRIORITY_NORMAL),
+        (-3, common_pb2.PRIORITY_HIGH),
+        (1, common_pb2.PRIORITY_LOW),
         (None, common_pb2.PRIORITY_UNSPECIFIED),
     ],
 )
-def test_a_class_is_given_by_name_and_vllms_zero_is_normal(given: Any, expected: int) -> None:
+def test_a_class_is_given_by_name_or_by_vllms_number(given: Any, expected: int) -> None:
     assert ChatRequest.model_validate({**CHAT, "priority": given}).to_pb().priority == expected
 
 

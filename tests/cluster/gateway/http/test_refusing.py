@@ -65,7 +65,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.arguments"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"reasoning_effort": "Very high"}, "reasoning_effort"),
-    ({"priority": 5}, "priority"),
+    ({"priority": 0.5}, "priority"),
     ({"priority": "urgent"}, "priority"),
     ({"priority": False}, "priority"),
     ({"ttft_target_s": 0}, "ttft_target_s"),

@@ -129,6 +129,20 @@ def with_json(text: bytes) -> Request:
     return made
 
 
+def test_what_vllm_says_of_text_among_its_sampling_parameters_is_understood(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0) as cluster:
+            text = b'{"max_tokens": 9, "stop": "o", "include_stop_str_in_output": true, "truncate_prompt_tokens": 1}'
+            message = with_json(text)
+            message.parameters["exclude_input_in_output"].bool_param = True
+            answer = await stub_of(cluster).ModelInfer(message)
+
+            assert len(cluster.worker("d0").started[0].token_ids) == 1
+            assert values(answer, "text_output")[0].endswith("o")
+
+    run(scenario())
+
+
 def broken(change: str) -> Request:
     made = asked()
     exec(change, {"made": made})
