@@ -107,6 +107,9 @@ class HttpConfig(Node):
     """How long a connection may stay open between two requests."""
     connections_max: Positive = 16_384
     """Most connections; beyond it a request is answered with 503."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://host:port`) whose pages browsers may let use the API; `*`: all, so any page that somebody here
+    opens may use it. None: no page from elsewhere."""
     choices_max: Positive = 128
     """Most choices of one request: its prompts times n. Also of one gRPC call."""
 

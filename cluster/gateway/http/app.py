@@ -15,6 +15,7 @@ from cluster.gateway.generate import Generator
 from cluster.gateway.http.answer import Answer
 from cluster.gateway.http.chat import ChatForm, ChatRequest
 from cluster.gateway.http.completions import CompletionForm, CompletionRequest
+from cluster.gateway.http.cors import preflight_headers
 from cluster.gateway.http.exchange import Exchange, wanted_timeout_s
 from cluster.gateway.http.fields import SamplingFields
 from cluster.gateway.http.hosting import HttpHost, Message, Receive, Send
@@ -116,7 +117,8 @@ class HttpFace:
             async with exchange.deadline:
                 exchange.deadline.shorten(wanted_timeout_s(exchange.headers))
                 endpoint = self._endpoint(exchange)
-                await self._parts.door.admit_http(exchange.path.rstrip("/") or "/", exchange.headers)
+                if endpoint != self._preflight:  # browsers show no key when they ask
+                    await self._parts.door.admit_http(exchange.path.rstrip("/") or "/", exchange.headers)
                 await endpoint(exchange)
         except CancelledRequestError:
             raise
@@ -136,6 +138,8 @@ class HttpFace:
     def _endpoint(self, exchange: Exchange) -> Endpoint:
         path = exchange.path.rstrip("/") or "/"
         endpoint: Endpoint
+        if exchange.method == "OPTIONS" and exchange.cors_headers:
+            return self._preflight
         if path.startswith(_MODELS):
             method, endpoint = "GET", self._model
         elif path in self._endpoints:
@@ -197,6 +201,9 @@ class HttpFace:
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.reply_json(200, {"status": "ok"})
+
+    async def _preflight(self, exchange: Exchange) -> None:
+        await exchange.reply_json(200, {}, preflight_headers(exchange.headers))
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.reply_json(200, {"version": metadata.version("baton-serve")})

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pydantic_core import to_json
 
 from cluster.gateway.deadline import Deadline
+from cluster.gateway.http.cors import cors_headers
 from cluster.gateway.http.hosting import Message, Receive, Send
 from cluster.gateway.http.refusals import HttpError, Refusal
 from cluster.gateway.request import REQUEST_ID_CHARACTERS_MAX
@@ -54,6 +55,8 @@ class Exchange:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.head_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
         """Of the request's path and headers, without what is between them."""
+        self.cors_headers = cors_headers(self.headers, limits.cors_origins) if limits.cors_origins else {}
+        """For a browser's page from elsewhere; empty: nothing is allowed."""
         self.request_id = _request_id(self.headers.get("x-request-id", ""))
         self.deadline = Deadline(timeout_s)
         """For whoever serves the request to keep."""
@@ -163,7 +166,7 @@ class Exchange:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         common = {"date": email.utils.formatdate(usegmt=True), "x-request-id": self.request_id}
-        pairs = [(name.encode(), value.encode()) for name, value in {**common, **headers}.items()]
+        pairs = [(name.encode(), value.encode()) for name, value in {**common, **self.cors_headers, **headers}.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _send(self, message: Message) -> None:
