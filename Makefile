@@ -57,7 +57,7 @@ lock: install
 
 bench-router: install
 	-loadtest/bench/peers/radix.sh $(PEERS)/dynamo
-	$(BIN)/python -m loadtest.bench.router --peer $(PEERS)/dynamo $(BENCH_ARGS)
+	$(BIN)/python -m loadtest.bench.router --peer $(PEERS)/dynamo $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)
 
 bench-conversations: install
 	$(BIN)/python -m loadtest.bench.conversations $(BENCH_ARGS)

@@ -3,11 +3,12 @@
 Capacity is reckoned without caches: at 100 % the prefill workers would just keep up if nothing were ever reused. The
 ideal hit rate is that of one cache that never forgets. Each policy's peer is round_robin in the same run; the rows of
 `cost` say how it stands to the best of the others. Simulations run side by side, one on each core; that changes no
-figure. Run as `python -m loadtest.bench.policies TRACE.jsonl`.
+figure. Without a trace, made-up conversations take its place. `make bench-router TRACE=FILE` runs this after the router's
+own figures; alone it is `python -m loadtest.bench.policies [FILE]`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ import typer
 from cluster.router.policies.registry import POLICIES
 from loadtest.arrivals import PoissonArrival, TraceArrival
 from loadtest.bench.common import BenchRow, publish
-from loadtest.content import Segment, TokenPrompt
+from loadtest.content import Segment, TokenPrompt, content_id
 from loadtest.execute import Plan
 from loadtest.metrics import Summary, summarize
 from loadtest.records import Slo
@@ -29,32 +30,56 @@ from loadtest.simulator.cluster import ClusterShape
 from loadtest.simulator.names import block_names
 from loadtest.simulator.profile import Profile, load_profile
 from loadtest.simulator.simulate import Simulation
-from loadtest.workload import MooncakeWorkload, SyntheticWorkload, take
+from loadtest.workload import ConversationWorkload, MooncakeWorkload, Session, SyntheticWorkload, take
 
 _SLO = Slo(ttft_s=5.0, tpot_s=0.05)
+_WORKERS, _REQUESTS = 32, 4000
 _BASELINE, _OURS = "round_robin", "cost"
 _GOODPUT_GOAL = 1.5
 """Times that of the baseline, where there is anything to win: on shared prefixes, beyond capacity."""
 
 
 def main(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL.")],
-    workers: Annotated[int, typer.Option(min=1, help="Of each role.")] = 32,
-    sessions: Annotated[int, typer.Option(min=1, help="At most so many requests, the first ones.")] = 4000,
+    trace: Annotated[Path | None, typer.Argument(help="Mooncake JSONL; none: made-up conversations.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Of each role.")] = _WORKERS,
+    requests: Annotated[int, typer.Option(min=1, help="At most so many, the first ones.")] = _REQUESTS,
     profile: Annotated[str, typer.Option(help="Cost model.")] = "h100-8b",
     admission: Annotated[bool, typer.Option(help="Requests wait at the router when all workers are busy.")] = True,
 ) -> None:
     """Print the table and write build/bench/policies.json."""
-    model = load_profile(profile)
-    workload = MooncakeWorkload(path=trace, granularity=model.block_tokens)
-    base = Plan(workload, TraceArrival(), sessions, _SLO, RunOptions())
-    bench = _Bench(model, workers, admission)
+    compare(trace, _Bench(load_profile(profile), workers, admission), requests)
+
+
+def compare(trace: Path | None, bench: "_Bench | None" = None, requests: int = _REQUESTS) -> None:
+    """Simulate every policy and publish the rows; `trace` as for `main`, without a `bench` its defaults."""
+    bench = bench or _Bench(load_profile("h100-8b"), _WORKERS, admission=True)
     rows: list[BenchRow] = []
     for load in (0.8, 1.2):
-        plan = replace(base, arrival=TraceArrival(speedup=load / _utilisation(base, model, workers)))
-        rows += bench.rows(plan, f"{trace.stem} at {load:.0%}", _GOODPUT_GOAL if load > 1 else None)
-    rows += bench.rows(_unshared(model, workers, sessions), "nothing shared at 80%", None)
+        plan = _conversations(bench, requests, load) if trace is None else _replayed(bench, trace, requests, load)
+        name = "conversations" if trace is None else trace.stem
+        has_goal = trace is not None and load > 1
+        rows += bench.rows(plan, f"{name} at {load:.0%}", _GOODPUT_GOAL if has_goal else None)
+    rows += bench.rows(_unshared(bench.profile, bench.workers, requests), "nothing shared at 80%", None)
     publish("policies", rows)
+
+
+def _replayed(bench: "_Bench", trace: Path, requests: int, load: float) -> Plan:
+    """Return a trace, so much sped up that it is that share of what the workers can prefill."""
+    workload = MooncakeWorkload(path=trace, granularity=bench.profile.block_tokens)
+    plan = Plan(workload, TraceArrival(), requests, _SLO, RunOptions())
+    return replace(plan, arrival=TraceArrival(speedup=load / _utilisation(plan, bench.profile, bench.workers)))
+
+
+def _conversations(bench: "_Bench", requests: int, load: float) -> Plan:
+    """Return conversations of about the lengths of the trace, each with one of a few system prompts."""
+    turns = 4
+    workload = ConversationWorkload(
+        turns=turns, systems=16, system_tokens=2048, user_tokens=3072, output_tokens=340, think_s=20.0, spread=0.9
+    )
+    mean = workload.model_copy(update={"spread": 0.0})
+    prompts = _prompts(next(mean.sessions(0, 0)))
+    session_s = sum(_prefill_s(TokenPrompt(parts), bench.profile) for parts in prompts)
+    return Plan(workload, PoissonArrival(rate=load * bench.workers / session_s), requests // turns, _SLO, RunOptions())
 
 
 def _utilisation(plan: Plan, profile: Profile, workers: int) -> float:
@@ -77,18 +102,27 @@ def _unshared(profile: Profile, workers: int, sessions: int) -> Plan:
     return Plan(workload, PoissonArrival(rate=rate), sessions, _SLO, RunOptions())
 
 
+def _prompts(session: Session) -> Iterator[tuple[Segment, ...]]:
+    """Yield each turn's whole prompt, with all that was said before."""
+    said: tuple[Segment, ...] = ()
+    for number, turn in enumerate(session.turns):
+        assert isinstance(turn.prompt, TokenPrompt)
+        said = (*said, *(part for part in turn.prompt.parts if isinstance(part, Segment)))
+        yield said
+        said = (*said, Segment(content_id("answer", session.number, number), turn.output_tokens))
+
+
 def _ideal_hit(plan: Plan, profile: Profile) -> float:
     """Return the share of prompt tokens that one cache would hold that never forgets and is never late."""
     seen, cached, total = set[bytes](), 0, 0
     for session in take(plan.workload, 0, profile.context_tokens, plan.sessions):
-        prompt = session.turns[0].prompt
-        assert isinstance(prompt, TokenPrompt)
-        parts = [part for part in prompt.parts if isinstance(part, Segment)]
-        names = block_names(parts, profile.block_tokens, prompt.num_tokens // profile.block_tokens)
-        hits = next((count for count, name in enumerate(names) if name not in seen), len(names))
-        cached += min(hits * profile.block_tokens, prompt.num_tokens - 1)
-        total += prompt.num_tokens
-        seen.update(names)
+        for parts in _prompts(session):
+            num_tokens = sum(part.num_tokens for part in parts)
+            names = block_names(parts, profile.block_tokens, num_tokens // profile.block_tokens)
+            hits = next((count for count, name in enumerate(names) if name not in seen), len(names))
+            cached += min(hits * profile.block_tokens, num_tokens - 1)
+            total += num_tokens
+            seen.update(names)
     return cached / total
 
 

@@ -4,7 +4,8 @@ Prompts of 8,192 tokens (512 blocks of 16), of two kinds. Hit-heavy: all prompts
 every worker holds; 320 further blocks are held by one prefill and one decode worker. Disjoint: nobody holds a block of
 any prompt. Between two placements a worker reports, and 32 earlier requests are still running. Times are CPU seconds of
 the thread: what else runs on the machine does not count. What the index does alone is measured beside Dynamo's, if
-`loadtest/bench/peers/radix.sh` could install that. How whole routers compare, `make bench-gateway` measures.
+`loadtest/bench/peers/radix.sh` could install that. How whole routers compare, `make bench-gateway` measures; what the
+policies make of a trace is simulated at the end (loadtest/bench/policies.py).
 Run as `python -m loadtest.bench.router`.
 """
 
@@ -31,6 +32,7 @@ from cluster.router.router import Router
 from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES
 from loadtest.bench.common import BenchRow, Repeated, publish
+from loadtest.bench.policies import compare
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 512
@@ -63,6 +65,8 @@ def main(
     quick: Annotated[bool, typer.Option(help="Without the index of 10 million blocks.")] = False,
     only: Annotated[str | None, typer.Option(help="One policy instead of all.")] = None,
     peer: Annotated[Path, typer.Option(help="Venv that loadtest/bench/peers/radix.sh has made.")] = _PEER,
+    policies: Annotated[bool, typer.Option(help="Simulate all policies afterwards, one or two minutes.")] = True,
+    trace: Annotated[Path | None, typer.Option(help="For that: Mooncake JSONL instead of conversations.")] = None,
 ) -> None:
     """Measure placements per second, p99 decision time and index bytes, and the index beside Dynamo's."""
     rows = []
@@ -79,6 +83,8 @@ def main(
         rows += _match_rows(cluster, _radix(peer, size, placements))
     rows += [_bytes_row(1), _bytes_row(2)]
     publish("router", rows)
+    if policies:
+        compare(trace)
 
 
 class _Cluster:
