@@ -3,8 +3,8 @@
 Capacity is reckoned without caches: at 100 % the prefill workers would just keep up if nothing were ever reused. The
 ideal hit rate is that of one cache that never forgets. Each policy's peer is round_robin in the same run; the rows of
 `cost` say how it stands to the best of the others. Simulations run side by side, one on each core; that changes no
-figure. Without a trace, made-up conversations take its place. `make bench-router TRACE=FILE` runs this after the router's
-own figures; alone it is `python -m loadtest.bench.policies [FILE]`.
+figure. Without a trace, made-up conversations take its place. `make bench-router TRACE=FILE` runs this after the
+router's own figures; alone it is `python -m loadtest.bench.policies [FILE]`.
 """
 
 import os
