@@ -15,11 +15,14 @@ from kvtransfer import native
 from kvtransfer.activity import Stop
 from kvtransfer.device import DeviceMemory
 from kvtransfer.layout import BlockLayout
-from kvtransfer.pieces import IntArray, Run, Runs
+from kvtransfer.pieces import PIECE_BYTES_MAX, IntArray, Run, Runs
 from kvtransfer.store import BlockStore
 
 STEP_BYTES = 1024 * 1024
 """Copied or hashed between two looks at `Stop`: how long an abort waits for a thread."""
+
+SPARE_MAX = 4
+"""Buffers of `PIECE_BYTES_MAX` that a pool keeps at rest."""
 
 
 class PoolMemory(Protocol):
@@ -48,6 +51,26 @@ class PoolMemory(Protocol):
         ...
 
 
+class Spare:
+    """Buffers for packed pieces, kept for the next ones: fresh pages cost more than the copy. Owned by the loop."""
+
+    def __init__(self) -> None:
+        self._kept: list[memoryview] = []
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return a buffer of this length; nobody has cleared it."""
+        if num_bytes > PIECE_BYTES_MAX:
+            return np.empty(num_bytes, dtype=np.uint8).data
+        whole = self._kept.pop() if self._kept else np.empty(PIECE_BYTES_MAX, dtype=np.uint8).data
+        return whole[:num_bytes]
+
+    def give(self, buffer: memoryview) -> None:
+        """Take back what nobody uses any more."""
+        whole = memoryview(buffer.obj)
+        if whole.nbytes == PIECE_BYTES_MAX and len(self._kept) < SPARE_MAX:
+            self._kept.append(whole)
+
+
 class Memory:
     """The bytes of a pool in host memory, ours or a mapped one, by offset. Implements `PoolMemory`.
 
@@ -59,6 +82,7 @@ class Memory:
         self.view = buffer
         self.address = int(array.ctypes.data)
         self.num_bytes = array.nbytes
+        self.spare = Spare()
 
     def staging(self, num_bytes: int) -> memoryview:
         """Return ordinary memory."""
@@ -66,7 +90,7 @@ class Memory:
 
     def gather(self, runs: Runs, target: memoryview, stop: Stop) -> None:
         """See `PoolMemory.gather`."""
-        copy_runs(self, Memory(target), runs.with_targets(runs.packed()), stop)
+        copy_runs(self, Memory(target), runs.with_targets(runs.packed()), stop, is_read_soon=True)
 
     def scatter(self, source: memoryview, runs: Runs, stop: Stop) -> None:
         """See `PoolMemory.scatter`."""
@@ -134,8 +158,15 @@ def checksum_of(memory: Memory, offsets: IntArray, sizes: IntArray, stop: Stop) 
     return digest.intdigest()
 
 
-def copy_runs(source: Memory, target: Memory, runs: Runs, stop: Stop) -> None:
+def copy_runs(source: Memory, target: Memory, runs: Runs, stop: Stop, is_read_soon: bool = False) -> None:
     """Copy `runs`. Blocks; releases the GIL.
+
+    Args:
+        source: where they are read.
+        target: where they are written.
+        runs: within both.
+        stop: end early.
+        is_read_soon: leave the copy in the caches, for whoever hashes or sends it; else it goes around them.
 
     Raises:
         TransferError: stopped; some runs are copied.
@@ -146,7 +177,9 @@ def copy_runs(source: Memory, target: Memory, runs: Runs, stop: Stop) -> None:
     library = native.library()
     if library is None:
         copy_one_by_one(source, target, runs, stop)
-    elif library.baton_copy_runs(source.address, target.address, runs.table.ctypes.data, len(runs), stop.address):
+    elif library.baton_copy_runs(
+        source.address, target.address, runs.table.ctypes.data, len(runs), not is_read_soon, stop.address
+    ):
         raise TransferError("stopped")
 
 

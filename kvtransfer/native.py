@@ -25,6 +25,6 @@ def library() -> Any | None:
     except (ConfigError, OSError) as error:
         log(logger, logging.WARNING, f"SLOW PATH: blocks are copied by memmove, run by run: {error}")
         return None
-    loaded.baton_copy_runs.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]
+    loaded.baton_copy_runs.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_void_p]
     loaded.baton_copy_runs.restype = c_int32
     return loaded

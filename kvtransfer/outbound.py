@@ -17,6 +17,7 @@ from kvtransfer.coding import Coded, Coding, Parcel, code
 from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool, checksum_of
+from kvtransfer.packing import pack
 from kvtransfer.pieces import PIECE_BYTES_MAX, PLAIN_BYTES_MAX, Piece, Runs, cut, joined, piece_bytes, runs_of
 from kvtransfer.probe import NUM_PROBES, probe_bytes, probe_frame, rate_of, scratch
 from kvtransfer.push import BlockPush
@@ -233,28 +234,40 @@ class OutboundPeer:
         assert self._link is not None
         if self._link.byte_sender is None and not (push.terms.checksum and self._link.has_checksums):
             # The receiver works out by itself what to read.
-            self.send(transfer_pb2.TransferFrame(ready=self._ready(push, piece, num_bytes, num_tags=1)))
+            self.send(transfer_pb2.TransferFrame(ready=push.number(piece, num_bytes, num_tags=1)))
             return
         runs = runs_of(piece, push.landing_ids, self._greeter.pool.layout)
         if push.coding is not None:
             self._start_coding(push, push.coding, Parcel(piece, runs, push.take_nonce()), num_bytes)
             return
-        if not (push.terms.checksum and self._link.has_checksums):
-            self._send_piece(push, piece, runs, num_bytes, 0)
+        has_checksum = push.terms.checksum and self._link.has_checksums
+        is_message = runs.are_packed and self._link.byte_sender is not None and not self._link.takes_devices
+        if not (has_checksum or is_message):
+            self._send_piece(push, piece, runs, None, 0)
             return
         pool = self._greeter.pool
         push.activity.begin()
-        hashing = self._loop.run_in_executor(pool.threads, checksum_of, pool.host, runs.sources, runs.sizes, push.stop)
-        hashing.add_done_callback(partial(self._hashed, push, piece, runs, num_bytes))
-
-    def _hashed(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, hashing: asyncio.Future[int]) -> None:
-        push.activity.end()
-        error = hashing.exception()
-        if push.is_over or error is not None:
-            self.give_back(num_bytes)
-            push.fail(TransferError(f"a checksum failed: {error!r}"))
+        in_thread = partial(self._loop.run_in_executor, pool.threads)
+        message = pool.host.spare.take(num_bytes) if is_message else None
+        if message is not None:
+            preparing = in_thread(pack, pool.host, runs, message, has_checksum, push.stop)
         else:
-            self._send_piece(push, piece, runs, num_bytes, hashing.result())
+            preparing = in_thread(checksum_of, pool.host, runs.sources, runs.sizes, push.stop)
+        preparing.add_done_callback(partial(self._prepared, push, piece, runs, message))
+
+    def _prepared(
+        self, push: BlockPush, piece: Piece, runs: Runs, message: memoryview | None, preparing: asyncio.Future[int]
+    ) -> None:
+        """Send a piece that was hashed, and packed if it is to be a message."""
+        push.activity.end()
+        error = preparing.exception()
+        if push.is_over or error is not None:
+            if message is not None:
+                self._greeter.pool.host.spare.give(message)
+            self.give_back(runs.num_bytes)
+            push.fail(TransferError(f"a piece could not be prepared: {error!r}"))
+        else:
+            self._send_piece(push, piece, runs, message, preparing.result())
 
     def _start_coding(self, push: BlockPush, coding: Coding, parcel: Parcel, num_bytes: int) -> None:
         pool = self._greeter.pool
@@ -274,35 +287,26 @@ class OutboundPeer:
         coded = working.result()
         if coding.codec.name == LOSSLESS:
             self._choice.coded(num_bytes, coded.data.nbytes, coded.seconds)
-        ready = self._ready(push, parcel.piece, num_bytes, num_tags=1)
+        ready = push.number(parcel.piece, num_bytes, num_tags=1)
         ready.checksum, ready.encoded_bytes, ready.nonce = coded.checksum, coded.data.nbytes, parcel.nonce
         self.send(transfer_pb2.TransferFrame(ready=ready))
         assert self._link is not None
         assert self._link.byte_sender is not None
         self._watch_sending(push, ready.seq, self._link.byte_sender.send_bytes(coded.data, ready.tag))
 
-    def _send_piece(self, push: BlockPush, piece: Piece, runs: Runs, num_bytes: int, checksum: int) -> None:
+    def _send_piece(self, push: BlockPush, piece: Piece, runs: Runs, message: memoryview | None, checksum: int) -> None:
         assert self._link is not None
-        ready = self._ready(push, piece, num_bytes, num_tags=1 if self._link.byte_sender is None else len(runs))
+        sender = self._link.byte_sender
+        ready = push.number(piece, runs.num_bytes, num_tags=1 if sender is None else len(runs))
         ready.checksum = checksum
         self.send(transfer_pb2.TransferFrame(ready=ready))
-        if (sending := self._link.send(runs, ready.tag)) is not None:
+        if message is not None:
+            assert sender is not None
+            sending = sender.send_bytes(message, ready.tag)
+            sending.add_done_callback(lambda _: self._greeter.pool.host.spare.give(message))
             self._watch_sending(push, ready.seq, sending)
-
-    @staticmethod
-    def _ready(push: BlockPush, piece: Piece, num_bytes: int, num_tags: int) -> transfer_pb2.Ready:
-        """Number a piece, which has to be sent now."""
-        tag = push.next_tag
-        return transfer_pb2.Ready(
-            transfer_id=push.terms.transfer_id,
-            seq=push.sent(num_bytes, num_tags),
-            first=piece.first,
-            layer_begin=piece.layers.start,
-            layer_end=piece.layers.stop,
-            source_block_ids=piece.block_ids,
-            num_bytes=num_bytes,
-            tag=tag,
-        )
+        elif (reading := self._link.send(runs, ready.tag)) is not None:
+            self._watch_sending(push, ready.seq, reading)
 
     def _watch_sending(self, push: BlockPush, seq: int, sending: asyncio.Future[None]) -> None:
         push.activity.begin()

@@ -106,11 +106,6 @@ class BlockPush:
         """How the bytes travel."""
         return self._peer.transport
 
-    @property
-    def next_tag(self) -> int:
-        """Tag of the first run of the next piece."""
-        return run_tag(self._tag_base, self._num_runs)
-
     def take_nonce(self) -> int:
         """Return a number that no other piece of this push has."""
         self._num_nonces += 1
@@ -174,15 +169,30 @@ class BlockPush:
         """Note that so many pieces wait to be sent."""
         self._num_queued += count
 
-    def sent(self, num_bytes: int, num_runs: int) -> int:
-        """Note that a queued piece is on its way, and return its number."""
-        seq = self._num_sent
+    def number(self, piece: Piece, num_bytes: int, num_tags: int) -> transfer_pb2.Ready:
+        """Number a queued piece, which has to be sent now.
+
+        Args:
+            piece: what the result describes.
+            num_bytes: of the piece.
+            num_tags: that its runs use up.
+        """
+        seq, tag = self._num_sent, run_tag(self._tag_base, self._num_runs)
         self._num_sent += 1
         self._num_queued -= 1
-        self._num_runs += num_runs
+        self._num_runs += num_tags
         self._unacknowledged[seq] = num_bytes
         self._being_read.add(seq)
-        return seq
+        return transfer_pb2.Ready(
+            transfer_id=self.terms.transfer_id,
+            seq=seq,
+            first=piece.first,
+            layer_begin=piece.layers.start,
+            layer_end=piece.layers.stop,
+            source_block_ids=piece.block_ids,
+            num_bytes=num_bytes,
+            tag=tag,
+        )
 
     def source_read(self, seq: int) -> None:
         """Note that the link has a sent piece's bytes, so that the source does not matter to it any more."""

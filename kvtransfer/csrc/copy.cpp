@@ -43,6 +43,16 @@ void CopyStreaming(char* target, const char* source, int64_t num_bytes, const ch
 }
 #endif
 
+// Copies into the caches, where somebody reads it next.
+void CopyCached(char* target, const char* source, int64_t num_bytes, const char* next) {
+#if defined(__x86_64__)
+  if (num_bytes < kNearBytes) {
+    for (int64_t at = 0; at < num_bytes; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+  }
+#endif
+  std::memcpy(target, source, num_bytes);
+}
+
 // next: where the run after this one begins.
 void Copy(char* target, const char* source, int64_t num_bytes, const char* next) {
 #if defined(__x86_64__)
@@ -78,8 +88,9 @@ void Fence() {
 
 extern "C" {
 
-// runs: num_runs times (source offset, target offset, bytes). Returns 0, or 1 if `stop` became non-zero on the way.
-int32_t baton_copy_runs(const char* source, char* target, const int64_t* runs, int64_t num_runs,
+// runs: num_runs times (source offset, target offset, bytes). is_streaming: around the caches. Returns 0, or 1 if `stop`
+// became non-zero on the way.
+int32_t baton_copy_runs(const char* source, char* target, const int64_t* runs, int64_t num_runs, int32_t is_streaming,
                         const volatile uint8_t* stop) {
   int64_t since_look = 0;
   for (int64_t i = 0; i < num_runs; ++i) {
@@ -96,7 +107,8 @@ int32_t baton_copy_runs(const char* source, char* target, const int64_t* runs, i
           return 1;
         }
       }
-      Copy(target + run[1] + at, source + run[0] + at, size, next);
+      const auto copy = is_streaming ? Copy : CopyCached;
+      copy(target + run[1] + at, source + run[0] + at, size, next);
     }
   }
   Fence();

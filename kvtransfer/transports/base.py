@@ -64,7 +64,7 @@ class OutboundLink(Protocol):
         """Start sending runs, after their Ready frame.
 
         Args:
-            runs: what to send, in order.
+            runs: what to send, in order; a link with a `byte_sender` is given packed ones as a message instead.
             tag: of the first run; run i has tag + i. Not used before and not used again. A link without a
                 `byte_sender` has one for all runs.
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
 from kvtransfer.memory import Memory, checksum_of
+from kvtransfer.packing import unpack
 from kvtransfer.pieces import Runs
 from kvtransfer.probe import scratch
 from kvtransfer.transports.base import LinkOwner
@@ -181,7 +182,9 @@ class TcpInbound:
         return self
 
     def receive(self, runs: Runs, tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
-        """Receive each run in its place; see `InboundLink.receive`."""
+        """Receive each run in its place, or all of them packed; see `InboundLink.receive`."""
+        if runs.are_packed:
+            return self._receive_packed(runs, tag, checksum, stop)
         result: asyncio.Future[int | None] = self._loop.create_future()
         # This side does the writing: what is not wanted any more can be left unread, whatever the sender does.
         stop.watch(partial(_fail, result, TransferError("stopped")))
@@ -296,6 +299,29 @@ class TcpInbound:
             hashing = self._loop.run_in_executor(self._threads, checksum_of, self._target, *ranges, stop)
             hashing.add_done_callback(lambda done: _pass_on(done, result))
 
+    def _receive_packed(self, runs: Runs, tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
+        message = self._target.spare.take(runs.num_bytes)
+        result: asyncio.Future[int | None] = self._loop.create_future()
+        arrived = self._expect(tag, runs.num_bytes, Cursor([message]), stop)
+
+        def stopped() -> None:
+            if not arrived.done():  # else a thread may be writing, and has the last word
+                _fail(result, TransferError("stopped"))
+
+        def unpack_it(arrived: asyncio.Future[None]) -> None:
+            if (error := arrived.exception()) is not None:
+                _fail(result, error)
+            if result.done():
+                self._target.spare.give(message)
+                return
+            work = self._loop.run_in_executor(self._threads, unpack, message, self._target, runs, checksum, stop)
+            work.add_done_callback(lambda _: self._target.spare.give(message))
+            work.add_done_callback(lambda done: _pass_on(done, result))
+
+        stop.watch(stopped)
+        arrived.add_done_callback(unpack_it)
+        return result
+
     def _break(self, reason: str) -> None:
         self.close()
         self._owner.lose(TransferError(f"the tcp connection to the sender broke: {reason}"))
@@ -307,7 +333,7 @@ def _fail(future: asyncio.Future[None] | asyncio.Future[int | None], error: Base
         future.exception()  # it may end while nobody waits
 
 
-def _pass_on(done: asyncio.Future[int], result: asyncio.Future[int | None]) -> None:
+def _pass_on(done: asyncio.Future[int] | asyncio.Future[int | None], result: asyncio.Future[int | None]) -> None:
     if result.done():
         return
     if (error := done.exception()) is not None:

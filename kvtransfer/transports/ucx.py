@@ -52,7 +52,7 @@ class UcxStation:
         """Return what a sender needs to reach `link`: port and token."""
         return self._pairing.offer(self._listener.port, link)
 
-    async def connect(self, host: str, extra: bytes, memory: Memory, threads: Executor) -> UcxOutbound:
+    async def connect(self, host: str, extra: bytes, memory: Memory, threads: Executor) -> UcxOutbound:  # noqa: ARG002
         """Make the data channel that a receiver's Hello offers.
 
         Raises:
@@ -65,7 +65,7 @@ class UcxStation:
             endpoint = ucx.UCXEndpoint.create(self.driver.worker, infos[0][4][0], port, True)
         except (ucx.UCXError, OSError) as error:
             raise WorkerLostError(f"ucx cannot reach {host}:{port}: {error}") from error
-        link = UcxOutbound(self.driver, memory, threads)
+        link = UcxOutbound(self.driver, memory)
         self._pairing.keep(link)
         link.attach(endpoint)
         try:

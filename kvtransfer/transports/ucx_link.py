@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-import numpy as np
 import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
-from kvtransfer.memory import Memory, checksum_of, copy_runs
+from kvtransfer.memory import Memory, checksum_of
+from kvtransfer.packing import unpack
 from kvtransfer.pieces import Runs
 from kvtransfer.probe import scratch
 from kvtransfer.ticket import run_tag
@@ -19,8 +19,6 @@ from kvtransfer.transports.base import LinkOwner
 from kvtransfer.transports.ucx_driver import UcxDriver
 
 NAME = "ucx"
-PACK_BELOW_BYTES = 64 * 1024
-"""Pieces whose runs are smaller on average are packed: a message costs 15-40 us of Python at each end."""
 
 
 class UcxLink:
@@ -82,17 +80,15 @@ class UcxLink:
 class UcxOutbound(UcxLink):
     """Implements `OutboundLink`."""
 
-    def __init__(self, driver: UcxDriver, memory: Memory, threads: Executor) -> None:
+    def __init__(self, driver: UcxDriver, memory: Memory) -> None:
         super().__init__(driver)
         self._memory = memory
-        self._threads = threads
         self.on_broken: Callable[[BatonError], object] = lambda _: None
         """Called when the receiver's endpoint is gone; set by whoever owns the control connection."""
 
     def send(self, runs: Runs, tag: int) -> asyncio.Future[None]:
-        """Send each run, or all of them packed; see `OutboundLink.send`."""
-        if _is_packed(runs):
-            return self._driver.start(self._send_packed(runs, tag))
+        """Send each run; see `OutboundLink.send`."""
+        assert not runs.are_packed
         view = self._memory.view
         sends = [
             self._post(view[run.source : run.source + run.num_bytes], run_tag(tag, i), is_send=True)
@@ -108,13 +104,6 @@ class UcxOutbound(UcxLink):
     def send_bytes(self, data: memoryview, tag: int) -> asyncio.Future[None]:
         """Send one message; see `ByteSender.send_bytes`."""
         return self._post(data, tag, is_send=True)
-
-    async def _send_packed(self, runs: Runs, tag: int) -> None:
-        # Not stoppable: the receiver has posted its receive.
-        staging = Memory(memoryview(bytearray(runs.num_bytes)))
-        moves = runs.with_targets(runs.packed())
-        await self._loop.run_in_executor(self._threads, copy_runs, self._memory, staging, moves, Stop())
-        await self._post(staging.view, tag, is_send=True)
 
     def _broken(self) -> None:
         super()._broken()
@@ -139,10 +128,10 @@ class UcxInbound(UcxLink):
 
     def receive(self, runs: Runs, tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
         """Receive each run in its place, or all of them packed; see `InboundLink.receive`."""
-        if _is_packed(runs):
-            staging = Memory(memoryview(bytearray(runs.num_bytes)))
-            packed = self._post(staging.view, tag, is_send=False)
-            return self._driver.start(self._unpack(packed, staging, runs, checksum, stop))
+        if runs.are_packed:
+            message = self._target.spare.take(runs.num_bytes)
+            packed = self._post(message, tag, is_send=False)
+            return self._driver.start(self._unpack(packed, message, runs, checksum, stop))
         view = self._target.view
         receives = [
             self._post(view[run.target : run.target + run.num_bytes], run_tag(tag, i), is_send=False)
@@ -156,7 +145,7 @@ class UcxInbound(UcxLink):
 
     def discard(self, runs: Runs, tag: int) -> None:
         """Receive into a single byte: UCX ends the message as truncated, at both ends."""
-        for i in range(1 if _is_packed(runs) else len(runs)):
+        for i in range(1 if runs.are_packed else len(runs)):
             self._driver.start(_ended(self._post(self._nothing, run_tag(tag, i), is_send=False)))
 
     @property
@@ -173,10 +162,13 @@ class UcxInbound(UcxLink):
         self._driver.start(_ended(self._post(self._nothing, tag, is_send=False)))
 
     async def _unpack(
-        self, packed: asyncio.Future[None], staging: Memory, runs: Runs, checksum: bool, stop: Stop
+        self, packed: asyncio.Future[None], message: memoryview, runs: Runs, checksum: bool, stop: Stop
     ) -> int | None:
-        await packed
-        return await self._loop.run_in_executor(self._threads, _unpack, staging, self._target, runs, checksum, stop)
+        try:
+            await packed
+            return await self._loop.run_in_executor(self._threads, unpack, message, self._target, runs, checksum, stop)
+        finally:
+            self._target.spare.give(message)
 
     async def _verify(
         self, receives: Sequence[asyncio.Future[None]], runs: Runs, checksum: bool, stop: Stop
@@ -191,16 +183,6 @@ class UcxInbound(UcxLink):
     def _broken(self) -> None:
         super()._broken()
         self._owner.lose(TransferError("the sender's ucx endpoint is gone"))
-
-
-def _is_packed(runs: Runs) -> bool:
-    """Whether a piece travels as one message; both ends decide alike."""
-    return len(runs) > 1 and runs.num_bytes < len(runs) * PACK_BELOW_BYTES
-
-
-def _unpack(staging: Memory, target: Memory, runs: Runs, checksum: bool, stop: Stop) -> int | None:
-    copy_runs(staging, target, runs.with_sources(runs.packed()), stop)
-    return checksum_of(staging, np.zeros(1, np.int64), np.array([runs.num_bytes]), stop) if checksum else None
 
 
 async def _all_done(futures: Sequence[asyncio.Future[None]]) -> None:

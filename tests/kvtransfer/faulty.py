@@ -21,6 +21,7 @@ from kvtransfer.landing import BlockLanding
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import Memory, own_pool
 from kvtransfer.outbound import Greeter, OutboundPeer
+from kvtransfer.packing import unpack
 from kvtransfer.pieces import Runs
 from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
@@ -42,6 +43,7 @@ class Wire:
         self.is_held = False
         """Whether messages wait for `flow`."""
         self._held: list[tuple[int, bytes]] = []
+        self.has_held = asyncio.Event()
         self._arrived: dict[int, bytes] = {}
         self._wanted: dict[int, asyncio.Future[bytes]] = {}
 
@@ -55,6 +57,7 @@ class Wire:
     def put(self, tag: int, message: bytes) -> None:
         if self.is_held:
             self._held.append((tag, message))
+            self.has_held.set()
             return
         self.num_bytes += len(message)
         damaged = self.damage(message)
@@ -126,6 +129,10 @@ class FaultyInbound:
 
     def receive(self, runs: Runs, tag: int, checksum: bool, stop: Stop) -> asyncio.Future[int | None]:
         async def take() -> int | None:
+            if runs.are_packed:
+                message = memoryview(bytearray(runs.num_bytes))
+                await self._wire.take(tag, message)
+                return unpack(message, self._memory, runs, checksum, stop)
             digest = xxhash.xxh3_64()
             for i, run in enumerate(runs):
                 await self._wire.take(tag + i, self._memory.view[run.target : run.target + run.num_bytes])

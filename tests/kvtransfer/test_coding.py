@@ -324,6 +324,7 @@ def test_a_transfer_that_was_vouched_for_and_never_comes_fails() -> None:
             push = await pair.sender.open_push(landing.ticket)
             push.announce(0, SOURCES)
             finishing = asyncio.create_task(push.finish())
+            await pair.wire.has_held.wait()
             other = pair.receiver.grant([], 0)
             other_push = await pair.sender.open_push(other.ticket)
             await asyncio.gather(other_push.finish(), other.landed())

@@ -12,6 +12,8 @@ from kvtransfer.push import BlockPush
 from kvtransfer.ticket import make_ticket, read_ticket
 from kvtransfer.wire import FrameError
 
+PIECE = Piece(0, (0,), range(1))
+
 
 class RecordingPeer:
     """A `ReceiverPeer` that notes what the push does."""
@@ -81,7 +83,7 @@ def test_complete_follows_the_last_acknowledgement() -> None:
         push = new_push(peer)
         for block in (0, 1):
             push.announce(block, [block])
-        seqs = [push.sent(100, 1) for _ in range(2)]
+        seqs = [push.number(PIECE, 100, 1).seq for _ in range(2)]
         finishing = asyncio.create_task(push.finish())
         await asyncio.sleep(0)
         push.acknowledged(seqs[1])
@@ -106,7 +108,7 @@ def test_complete_need_not_wait_for_acknowledgements_of_what_left_the_source() -
         push = new_push(peer)
         for block in (0, 1):
             push.announce(block, [block])
-        seqs = [push.sent(100, 1) for _ in range(2)]
+        seqs = [push.number(PIECE, 100, 1).seq for _ in range(2)]
         finishing = asyncio.create_task(push.finish())
         await asyncio.sleep(0)
         push.source_read(seqs[1])
@@ -130,11 +132,10 @@ def test_tags_of_runs_follow_each_other_and_differ_between_tickets() -> None:
     async def test() -> None:
         push, other = new_push(RecordingPeer()), new_push(RecordingPeer())
         push.announce(0, [0, 1])
-        first = push.next_tag
-        push.sent(100, 3)
+        first = push.number(PIECE, 100, 3).tag
 
-        assert push.next_tag == (first + 3) % 2**64
-        assert other.next_tag != first
+        assert push.number(PIECE, 100, 1).tag == (first + 3) % 2**64
+        assert other.number(PIECE, 100, 1).tag != first
         push.fail(BatonError("over"))
 
     asyncio.run(test())

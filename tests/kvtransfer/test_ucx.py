@@ -76,11 +76,12 @@ def run(test: Callable[[Linked], Any]) -> None:
 def test_messages_of_a_dead_transfer_pass_by_and_leave_the_sender_free() -> None:
     async def test(linked: Linked) -> None:
         before = bytes(linked.target.buffer)
-        runs = Runs.of([Run(0, 0, 10), Run(20, 20, 9000)])
-        for tag, dead in ((100, Runs.of([Run(20, 20, 9000)])), (200, runs)):
-            sending = linked.outbound.send(dead, tag)
-            linked.inbound.discard(dead, tag)
-            await sending
+        single, packed = Runs.of([Run(20, 20, 9000)]), Runs.of([Run(0, 0, 10), Run(20, 20, 9000)])
+        message = memoryview(bytearray(packed.num_bytes))
+        sendings = [linked.outbound.send(single, 100), linked.outbound.send_bytes(message, 200)]
+        linked.inbound.discard(single, 100)
+        linked.inbound.discard(packed, 200)
+        await asyncio.gather(*sendings)
         assert bytes(linked.target.buffer) == before
 
         linked.source.fill(1, 1)
