@@ -64,6 +64,7 @@ class Progress:
         self._reading = reading
         self._num_reasoning_tokens = 0
         self._has_calls = False
+        self._reads_one_by_one = bool(request.stop) or reading.parser is not None
         self._wants_logprobs = request.sampling.HasField("logprobs")
         self._asked_ids = frozenset(request.sampling.stop_token_ids)
         self._stop_ids = self._asked_ids if request.sampling.ignore_eos else self._asked_ids | eos
@@ -80,13 +81,15 @@ class Progress:
 
     def take(self, tokens: Sequence[common_pb2.SampledToken]) -> Delta:
         """Add tokens; those after a stop string are dropped."""
+        # One by one only where a token may change what the ones after it mean: those of one message share the work.
+        steps = [[token] for token in tokens] if self._reads_one_by_one else [tokens]
         parsed, taken = Parsed(), list[common_pb2.SampledToken]()
-        for token in tokens:
+        for step in steps:
             if self._reading.thinking is not None and self._reading.thinking.is_thinking:
-                self._num_reasoning_tokens += 1
-            if text := self._push(token.token_id):
-                parsed = parsed + self._parse(text) if taken else self._parse(text)
-            taken.append(token)
+                self._num_reasoning_tokens += len(step)
+            if text := self._push([token.token_id for token in step]):
+                parsed += self._parse(text)
+            taken += step
             if self.stopped:
                 break
         if taken:
@@ -156,15 +159,13 @@ class Progress:
         self._has_calls = self._has_calls or bool(parsed.calls)
         return parsed
 
-    def _push(self, token_id: int) -> str:
-        """Return the text of a token. A token that may end the sequence has text only if the sequence goes on."""
-        if token_id in self._stop_ids:
-            before, self._withheld = self._withheld, token_id
-            return "" if before is None else self._detokenizer.push([before])
-        if self._withheld is not None:
-            before, self._withheld = self._withheld, None
-            return self._detokenizer.push([before, token_id])
-        return self._detokenizer.push([token_id])
+    def _push(self, token_ids: list[int]) -> str:
+        """Return the text of tokens. A token that may end the sequence has text only if the sequence goes on."""
+        if self._withheld is not None and token_ids:
+            token_ids, self._withheld = [self._withheld, *token_ids], None
+        if token_ids and token_ids[-1] in self._stop_ids:
+            self._withheld = token_ids.pop()
+        return self._detokenizer.push(token_ids)
 
     def _with_texts(self, tokens: Sequence[common_pb2.SampledToken]) -> Sequence[common_pb2.SampledToken]:
         for token in tokens:
