@@ -104,7 +104,7 @@ class Answer:
         async with self._exchange.attended(is_stream), pieces_of(streams) as pieces:
             await (self._stream(pieces) if is_stream else self._collect(pieces))
         if is_stream:
-            await self._exchange.end()
+            await self._exchange.end(*self._last_events())
         else:
             await self._exchange.reply_json(200, self._whole())
 
@@ -119,8 +119,12 @@ class Answer:
             events = self._events(piece, choice)
             if events:
                 await self._exchange.events(*events)
-        if self._asked.includes_usage:
-            await self._exchange.events({**self._head(self._form.event_object), "choices": [], "usage": self._usage()})
+
+    def _last_events(self) -> list[Json]:
+        """Return what follows when all choices have ended."""
+        if not self._asked.includes_usage:
+            return []
+        return [{**self._head(self._form.event_object), "choices": [], "usage": self._usage()}]
 
     def _events(self, piece: Piece, choice: _Choice) -> list[Json]:
         """Return the events of a piece. Tokens without text yet are not worth one, but the first is told at once."""

@@ -105,6 +105,7 @@ class HttpFace:
         except CancelledRequestError:
             pass  # nobody is there to be told; it is logged nowhere: it is normal
         finally:
+            exchange.close()
             path = exchange.path if exchange.path in self._endpoints else "other"
             self._parts.metrics.http_responses[path, exchange.status or 499] += 1
 

@@ -4,7 +4,7 @@ import asyncio
 import email.utils
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 from pydantic_core import to_json
@@ -13,6 +13,7 @@ from cluster.gateway.deadline import Deadline
 from cluster.gateway.http.cors import cors_headers
 from cluster.gateway.http.hosting import Message, Receive, Send
 from cluster.gateway.http.refusals import HttpError, Refusal
+from cluster.gateway.patience import Patience
 from cluster.gateway.request import REQUEST_ID_CHARACTERS_MAX
 from common.config_doors import HttpConfig
 from common.errors import CancelledRequestError, InvalidRequestError
@@ -66,6 +67,8 @@ class Exchange:
         self._asgi_send = send
         self._limits = limits
         self._cut = cut
+        self._patience = Patience(limits.unread_s, self._late)
+        self._was_cut = False
         self._streams = False
         self._is_complete = False
         self._last_sent_s = 0.0
@@ -139,12 +142,12 @@ class Exchange:
 
     async def events(self, *values: object) -> None:
         """Send values as events, all in one write; the first call begins the response."""
-        await self._write(b"".join(b"data: %b\n\n" % to_json(value) for value in values))
+        await self._write(_events(values))
 
-    async def end(self) -> None:
-        """End the stream as OpenAI's clients expect."""
+    async def end(self, *values: object) -> None:
+        """End the stream as OpenAI's clients expect, after some last values."""
         self._is_complete = True
-        await self._send({"type": "http.response.body", "body": _DONE})
+        await self._send({"type": "http.response.body", "body": _events(values) + _DONE})
 
     async def fail(self, refusal: Refusal) -> None:
         """Say what went wrong: by the response's code, or by an event when that has been sent already."""
@@ -153,8 +156,7 @@ class Exchange:
         if not self.status:
             await self.reply_json(refusal.status, refusal.body, refusal.headers)
         elif self._streams:
-            await self.events(refusal.body)
-            await self.end()
+            await self.end(refusal.body)
 
     async def _write(self, data: bytes) -> None:
         if not self.status:
@@ -171,13 +173,19 @@ class Exchange:
 
     async def _send(self, message: Message) -> None:
         """Send, or cut the connection when the client takes nothing."""
-        try:
-            async with asyncio.timeout(self._limits.unread_s):
-                await self._asgi_send(message)
-        except TimeoutError as error:
-            self._is_complete = True
-            self._cut()
-            raise CancelledRequestError(f"the client took no bytes for {self._limits.unread_s:g} s") from error
+        self._patience.begin()
+        await self._asgi_send(message)  # a connection that was cut takes everything
+        self._patience.end()
+        if self._was_cut:
+            raise CancelledRequestError(f"the client took no bytes for {self._limits.unread_s:g} s")
+
+    def close(self) -> None:
+        """End the watch over a client that takes nothing. Nothing may be sent afterwards."""
+        self._patience.close()
+
+    def _late(self) -> None:
+        self._was_cut = self._is_complete = True
+        self._cut()
 
     async def _attend(self, scope: asyncio.Timeout, streams: bool) -> None:
         """End `scope` when the client has left; meanwhile keep a quiet stream alive."""
@@ -220,6 +228,10 @@ def wanted_timeout_s(headers: Mapping[str, str]) -> float:
     if not 0 < seconds < math.inf:
         raise InvalidRequestError(f"{_TIMEOUT} must be a number of seconds above 0, got {given[:40]!r}")
     return seconds
+
+
+def _events(values: Iterable[object]) -> bytes:
+    return b"".join(b"data: %b\n\n" % to_json(value) for value in values)
 
 
 def _request_id(given: str) -> str:
