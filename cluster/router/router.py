@@ -8,22 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from cluster.router.agreement import Agreement
-from cluster.router.backlog import Prompt
 from cluster.router.eligible import DECODERS, eligible_decoders, eligible_prefillers, without_fallback
 from cluster.router.estimate import PairEstimate, estimate_pair
-from cluster.router.expected_blocks import ExpectedBlocks
-from cluster.router.explanations import Explanation, Explanations
 from cluster.router.hits import Hits
 from cluster.router.hot_prefixes import Hot, HotPrefixes
+from cluster.router.ledger import Chosen, Ledger
 from cluster.router.local_prefills import LocalPrefills
-from cluster.router.placement import Placement, PlacementRequest, Reservation, Size
+from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.cost import Cost
 from cluster.router.policies.policy import Choice, Policy
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.question import Candidate, Question
 from cluster.router.room import AHEAD_S, has_room, those_with_room
-from cluster.router.silence import SilenceWatch
-from cluster.router.traffic import Traffic
 from cluster.router.worker import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad
 from cluster.router.worker_table import WorkerTable
 from common.clock import Clock, MonotonicClock
@@ -57,18 +53,16 @@ class Router:
         self.policy = policy
         self.workers = WorkerTable(ahead_s)
         self.index = PrefixIndex()
-        self.expected = ExpectedBlocks()
         self.hot_prefixes = HotPrefixes()
-        self.explanations = Explanations()
         self.counters: Counter[str] = Counter()
         self.placements_total = 0
         self._rng = rng
         self._clock = clock or MonotonicClock()
-        self._traffic = Traffic()
         self._predictor = Cost()
-        self._reservations: dict[Reservation, Explanation | None] = {}
         self._agreement = Agreement()
-        self._silence = SilenceWatch()
+        self._ledger = Ledger(self._clock, self.counters, lambda worker_id: self.index.holds_any(worker_id))
+        self.expected = self._ledger.expected
+        self.explanations = self._ledger.explanations
         self._local_prefills = LocalPrefills(self.workers, self.counters)
         self._falls_back = falls_back
 
@@ -90,7 +84,7 @@ class Router:
         elif not choice.decode.prefills_itself:
             self._local_prefills.local(request.request_id, was_forced=not len(question.prefill))
         self.placements_total += 1
-        return self._reserve(request, question, choice, estimate)
+        return self._ledger.reserve(request, question, self._chosen(question, choice, estimate))
 
     def predict(self, request: PlacementRequest) -> PairEstimate:
         """Return what a request would meet at best if it were placed now without harm; nothing is reserved.
@@ -112,7 +106,7 @@ class Router:
 
     def expected_output(self, request: PlacementRequest) -> float:
         """Return how many tokens its answer will have, by those of late."""
-        return min(float(request.max_output_tokens), self._traffic.output_tokens)
+        return min(float(request.max_output_tokens), self._ledger.traffic.output_tokens)
 
     def hold(
         self,
@@ -125,10 +119,7 @@ class Router:
         """Count a running request again that was placed before this router started. Unknown workers are all right."""
         decode = self._row_or_stranger(decode_worker_id)
         prefill = None if prefill_worker_id is None else self._row_or_stranger(prefill_worker_id)
-        prefill_s = (prefill or decode).candidate.prefill_s(num_tokens, 0)
-        size = Size(Prompt(num_tokens, num_tokens, prefill_s), max_output_tokens)
-        reservation = Reservation(self, None, decode, prefill, size)
-        self._reservations[reservation] = None
+        reservation = self._ledger.hold(decode, prefill, num_tokens, max_output_tokens)
         if is_prefilled:
             reservation.first_token()
         self.counters["holds_total"] += 1
@@ -136,31 +127,11 @@ class Router:
 
     def finished(self, output_tokens: int) -> None:
         """Learn how long an answer was."""
-        self._traffic.finished(output_tokens)
-
-    def prefilled(self, reservation: Reservation, is_success: bool) -> None:
-        """Take note that a reservation's prefill is over; it calls this itself."""
-        if not is_success:
-            self.expected.drop(reservation)
-            return
-        now = self.now()
-        self.expected.settle(reservation)
-        if (explanation := self._reservations.get(reservation)) is not None:
-            explanation.observed_ttft_s = observed_s = now - reservation.placed_at
-            self._traffic.waited(explanation.predicted_wait_s, observed_s - explanation.predicted_busy_s)
-
-    def released(self, reservation: Reservation, num_blocks: int) -> None:
-        """Forget a reservation, whose end left `num_blocks` cached; it calls this itself."""
-        self._reservations.pop(reservation, None)
-        placement = reservation.placement
-        if placement is not None and num_blocks:
-            worker_id = (placement.prefill or placement.decode).worker_id
-            is_silent = self._silence.ended(worker_id, self.index.holds_any(worker_id))
-            self.counters["silent_cache"] += is_silent
+        self._ledger.traffic.finished(output_tokens)
 
     def is_silent(self, worker_id: str) -> bool:
         """Whether a worker must have cached blocks and has announced none."""
-        return self._silence.is_silent(worker_id)
+        return self._ledger.is_silent(worker_id)
 
     def now(self) -> float:
         """Return the time, seconds."""
@@ -169,7 +140,7 @@ class Router:
     @property
     def num_reservations(self) -> int:
         """Requests placed or held, and not ended."""
-        return len(self._reservations)
+        return len(self._ledger)
 
     # What the watchers of the workers tell.
 
@@ -180,8 +151,7 @@ class Router:
         new, left = self.workers.replace(infos, absent)
         for worker_id in left:
             self.index.forget(worker_id)
-            self.expected.forget(worker_id)
-            self._silence.forget(worker_id)
+            self._ledger.forget(worker_id)
         self._agreement.forget_if_alone(self.workers)
         return new, left
 
@@ -242,7 +212,7 @@ class Router:
             assert account.reservations >= 0
             assert account.queued_tokens >= 0
             assert account.num_tokens >= 0
-            if not self._reservations:
+            if not len(self._ledger):
                 assert account == Account(), f"{worker.info.worker_id} keeps {account} without a reservation"
                 assert len(worker.candidate.backlog) == 0
                 assert worker.candidate.backlog.total_s == 0
@@ -272,7 +242,7 @@ class Router:
             max_output_tokens=request.max_output_tokens,
             ttft_target_s=request.ttft_target_s,
             tpot_target_s=request.tpot_target_s,
-            outlook=self._traffic.outlook(now),
+            outlook=self._ledger.traffic.outlook(now),
         )
 
     def _row(self, candidate: Candidate) -> Worker:
@@ -284,48 +254,12 @@ class Router:
         """Return a row, or for an unknown worker one of its own that nobody else will see."""
         return self.workers.get(worker_id) or Worker(WorkerInfo(worker_id, "", Role.DECODE))
 
-    def _reserve(
-        self, request: PlacementRequest, question: Question, choice: Choice, estimate: PairEstimate
-    ) -> Reservation:
+    def _chosen(self, question: Question, choice: Choice, estimate: PairEstimate) -> Chosen:
         decode = self._row(choice.decode)
         prefill = None if choice.prefill is None else self._row(choice.prefill)
-        decode_hit = question.hits.of(decode.info.worker_id)
-        prefill_hit = 0 if prefill is None else question.hits.of(prefill.info.worker_id)
-        first = estimate.first
-        placement = Placement(
-            decode.info,
-            None if prefill is None else prefill.info,
-            decode_hit,
-            prefill_hit,
-            choice.reason,
-            first.ttft_s,
-            self._holder(question) if first.fetched_blocks else None,
-            first.fetched_blocks,
+        return Chosen(
+            choice, estimate, decode, prefill, self._holder(question) if estimate.first.fetched_blocks else None
         )
-        size = Size(
-            Prompt(request.num_tokens, request.num_tokens - first.num_cached, first.bring_s + first.compute_s),
-            output_tokens=request.max_output_tokens,
-            sent_tokens=0 if prefill is None else max(0, request.num_tokens - decode_hit * question.block_tokens),
-            blocks=len(request.hashes),
-        )
-        reservation = Reservation(self, placement, decode, prefill, size)
-        prefiller = prefill or decode
-        self.expected.add(reservation, prefiller.info.worker_id, request.hashes, reservation.placed_at)
-        self._traffic.placed(question.num_blocks, prefill_hit if prefill is not None else decode_hit)
-        explanation = Explanation(
-            request.request_id,
-            choice.reason,
-            decode.info.worker_id,
-            None if prefill is None else prefill.info.worker_id,
-            choice.considered or (estimate,),
-            first.ttft_s,
-            first.wait_s / question.outlook.wait_factor,
-            first.ttft_s - first.wait_s,
-            request.tenant,
-        )
-        self.explanations.add(explanation)
-        self._reservations[reservation] = explanation
-        return reservation
 
     def _holder(self, question: Question) -> WorkerInfo | None:
         """Return the least busy of those that hold most of the prompt, of many of some of them."""
