@@ -65,9 +65,14 @@ def choices_of(
             f"{_COPIED_BYTES_MAX}"
         )
     return [
-        generate(_with_seed_of(message, choice), f"{request_id}.{number}", timeout_s)
-        for number, (message, choice) in enumerate(asked)
+        generate(_with_seed_of(message, choice), one_id, timeout_s)
+        for one_id, (message, choice) in zip(choice_ids(request_id, len(asked)), asked, strict=True)
     ]
+
+
+def choice_ids(request_id: str, count: int) -> Sequence[str]:
+    """Return the ids of a request's choices, by which router and workers know them."""
+    return [request_id] if count == 1 else [f"{request_id}.{number}" for number in range(count)]
 
 
 def choices_of_call(

@@ -27,7 +27,8 @@ def explanation_metadata(reply: router_pb2.ExplainReply) -> tuple[tuple[str, str
             chosen = [pair for pair in placement.considered if pair.is_chosen]
             del placement.considered[:]
             placement.considered.extend(chosen[:1])
-        text = _json(short)
+        while len(text := _json(short)) > _BYTES_MAX:
+            del short.placements[len(short.placements) // 2 :]  # of many choices the first ones
     return ((ANSWER_KEY, text),)
 
 

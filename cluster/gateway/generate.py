@@ -31,6 +31,9 @@ from common.errors import MismatchError, OverloadedError, WorkerLostError
 from common.model_facts import ModelFacts
 from common.text import Text
 
+EXPLAINED_MAX = 16
+"""Choices of a call that are explained in its answer: more have no room there."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
@@ -94,7 +97,7 @@ class Generator:
 
         Args:
             message: what the client asks for.
-            request_id: taken when the message has none.
+            request_id: what it is called; for its choices see choices.py.
             timeout_s: what is left of its deadline, for the workers. The caller keeps it here.
 
         Raises:
@@ -135,12 +138,15 @@ class Generator:
             finally:
                 self._texts.answer(request.request_id, caller.tenant, progress.token_ids)
 
-    async def explanation(self, request_id: str) -> router_pb2.ExplainReply:
-        """Return why a request of the caller's tenant went where it did; empty if the router cannot say."""
+    async def explanation(self, request_ids: Sequence[str]) -> router_pb2.ExplainReply:
+        """Return why requests of the caller's tenant went where they did; what the router cannot say is left out."""
+        found = router_pb2.ExplainReply()
         try:
-            return await self._router.explain(request_id, CALLER.get().tenant)
+            for request_id in request_ids[:EXPLAINED_MAX]:
+                found.MergeFrom(await self._router.explain(request_id, CALLER.get().tenant))
         except WorkerLostError:
-            return router_pb2.ExplainReply()
+            pass
+        return found
 
     def check_model(self, model: str) -> None:
         """Accept the served model's name, or none, from a caller who may use it.

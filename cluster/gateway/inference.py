@@ -11,7 +11,7 @@ import grpc.aio
 from baton_pb.v1 import inference_pb2, inference_pb2_grpc
 from cluster.gateway.bugs import bugs_to_errors
 from cluster.gateway.chat import check_chat
-from cluster.gateway.choices import Piece, choices_of_call, pieces_of
+from cluster.gateway.choices import Piece, choice_ids, choices_of_call, pieces_of
 from cluster.gateway.deadline import Deadline
 from cluster.gateway.explained import explanation_metadata, wants_explanation
 from cluster.gateway.generate import Generator
@@ -42,14 +42,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = min(context.time_remaining() or math.inf, self._generator.request_s)
         generate, most = self._generator.generate, self._choices_max
         with bugs_to_errors(request_id):
-            async with (
-                Deadline(timeout_s),
-                pieces_of(choices_of_call(generate, request, request_id, timeout_s, most)) as pieces,
-            ):
+            streams = choices_of_call(generate, request, request_id, timeout_s, most)
+            async with Deadline(timeout_s), pieces_of(streams) as pieces:
                 async for piece in pieces:
                     await context.write(_response(request_id, piece))
                 if wants_explanation(context.invocation_metadata()):
-                    context.set_trailing_metadata(explanation_metadata(await self._generator.explanation(request_id)))
+                    explanation = await self._generator.explanation(choice_ids(request_id, len(streams)))
+                    context.set_trailing_metadata(explanation_metadata(explanation))
 
     async def Tokenize(
         self,

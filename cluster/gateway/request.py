@@ -85,7 +85,7 @@ def request_from_pb(
     Args:
         message: from the client.
         limits: see Limits.
-        request_id: taken when the message has none.
+        request_id: what it is called: by the message's own id, if it has one, and by which choice it is.
         draw_seed: called when the message has no seed.
 
     Raises:
@@ -105,8 +105,9 @@ def request_from_pb(
     tools = tool_use_from_pb(message, limits.request)
     if sampling.ignore_eos and (grammar is not None or (tools is not None and tools.must_call)):
         raise InvalidRequestError("ignore_eos must not be set with a grammar, which ends the output by itself")
+    _check_id(message.request_id)
     return Request(
-        _check_id(message.request_id) or request_id,
+        request_id,
         _prompt_from_pb(message, limits),
         sampling,
         stop,
@@ -224,14 +225,13 @@ def _check_vocabulary(name: str, token_ids: Collection[int], limits: Limits) -> 
         raise InvalidRequestError(f"{name} must be below {limits.vocab_tokens}, got {max(token_ids)}")
 
 
-def _check_id(request_id: str) -> str:
+def _check_id(request_id: str) -> None:
     if len(request_id) > REQUEST_ID_CHARACTERS_MAX:
         raise InvalidRequestError(
             f"request_id must have at most {REQUEST_ID_CHARACTERS_MAX} characters, got {len(request_id)}"
         )
     if request_id and not (request_id.isascii() and request_id.isprintable() and " " not in request_id):
         raise InvalidRequestError(f"request_id must be printable ASCII without spaces, got {request_id!r}")
-    return request_id
 
 
 def _check_stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:

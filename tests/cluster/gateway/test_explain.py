@@ -82,6 +82,29 @@ def test_a_client_that_asks_finds_it_in_the_trailing_metadata_and_nobody_else_do
     run(scenario())
 
 
+def test_all_choices_of_an_answer_are_explained(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="cost") as cluster:
+            asked = request(max_tokens=2)
+            asked.request_id, asked.n = "mine", 3
+            asking = cluster.stub.Generate(asked, timeout=LIMIT_S, metadata=((ASK_KEY, "1"),))
+            async for _ in asking:
+                pass
+
+            placements = json.loads(dict(await asking.trailing_metadata())[ANSWER_KEY])["placements"]
+            assert [placement["request_id"] for placement in placements] == ["mine.0", "mine.1", "mine.2"]
+
+    run(scenario())
+
+
+def test_of_many_choices_as_many_are_explained_as_have_room() -> None:
+    one = router_pb2.PlacementExplanation(request_id="x" * 128, reason="y" * 200)
+    [(_, text)] = explanation_metadata(router_pb2.ExplainReply(placements=[one] * 128))
+
+    assert 10 < len(json.loads(text)["placements"]) < 20
+    assert len(text) < 6000
+
+
 def test_a_client_is_not_told_of_another_tenants_request_by_giving_its_own_the_same_id(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -126,13 +126,10 @@ def test_a_good_request_comes_out_as_the_worker_needs_it() -> None:
     assert request.prompt == TextPrompt("hi")
 
 
-def test_the_clients_seed_and_id_stand() -> None:
-    message = with_sampling(seed=0)
-    message.request_id = "mine"
-    request = parse(message)
+def test_the_clients_seed_stands() -> None:
+    request = parse(with_sampling(seed=0))
 
     assert request.sampling.seed == 0
-    assert request.request_id == "mine"
     assert not request.sampling.HasField("temperature")
 
 
