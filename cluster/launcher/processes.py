@@ -82,7 +82,13 @@ def worker_environment(engine: "EngineConfig") -> dict[str, str]:
 
 def control_environment() -> dict[str, str]:
     """Return the variables of a router's or gateway's process."""
-    return {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Ray would run an actor on uvloop wherever that happens to be installed: the loop is the one that is tested.
+        "RAY_USE_UVLOOP": "0",
+    }
 
 
 def die_with_parent() -> None:
