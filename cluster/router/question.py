@@ -1,7 +1,7 @@
 """What a policy is asked: a request, who could take it, and what is known of each."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -67,17 +67,38 @@ _is_full = attrgetter("is_full")
 class Group:
     """Candidates for one part of a request."""
 
-    __slots__ = ("by_id", "members")
+    __slots__ = ("_bits", "_num_known", "_whole", "by_id", "members")
 
-    def __init__(self, members: list[Candidate]) -> None:
+    def __init__(self, members: list[Candidate], whole: "Group | None" = None) -> None:
+        """Make a group.
+
+        Args:
+            members: of it.
+            whole: a group that has at least these members; others may come of it and go again.
+        """
         self.members = members
         self.by_id = {candidate.worker_id: candidate for candidate in members}
+        self._whole = whole
+        self._bits = self._num_known = 0
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self.members)
 
     def __len__(self) -> int:
         return len(self.members)
+
+    def bits(self, bit_of: Mapping[str, int]) -> int:
+        """Return a bit set with the members, and perhaps others of the whole group.
+
+        Args:
+            bit_of: as in Hits. While there is the group, workers are only added to it.
+        """
+        if self._whole is not None:
+            return self._whole.bits(bit_of)
+        if self._num_known != len(bit_of):
+            self._num_known = len(bit_of)
+            self._bits = sum(bit_of.get(worker_id, 0) for worker_id in self.by_id)
+        return self._bits
 
     @property
     def has_room(self) -> bool:
@@ -100,7 +121,7 @@ class TrackedGroup(Group):
         super().__init__(members)
         self._place_of = {candidate.worker_id: place for place, candidate in enumerate(members)}
         self._places = [place for place, candidate in enumerate(members) if not candidate.is_full]
-        self._roomy = Group([members[place] for place in self._places])
+        self._roomy = Group([members[place] for place in self._places], whole=self)
 
     @property
     def has_room(self) -> bool:

@@ -58,11 +58,12 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
     found = {idlest.worker_id: idlest}
     hits = question.hits
     for level in hits.levels[: -_LEVELS - 1 : -1]:  # the deepest first
-        count = level.holders.bit_count()
-        if count > _FEW and level.holders & hits.bits.get(idlest.worker_id, 0):
+        holders = level.holders & group.bits(hits.bits)
+        count = holders.bit_count()
+        if count > _FEW and holders & hits.bits.get(idlest.worker_id, 0):
             continue  # the least busy of all is the least busy of these
         first = rng.choice(seen).worker_id if count > _HOLDERS else ""
-        members = hits.those_of(level.holders, group.by_id, _HOLDERS, first)
+        members = hits.those_of(holders, group.by_id, _HOLDERS, first)
         if len(members) > _FEW:
             members = [_least(members, loads(question, members), rng)]
         found.update((candidate.worker_id, candidate) for candidate in members)

@@ -250,3 +250,20 @@ def test_a_prompt_of_several_steps_pays_for_each_of_them(token_budget: int, num_
     assert estimate.prefill is not None
     one_step_s = MODEL.prefill_s(1600, 0)
     assert estimate.first.compute_s == pytest.approx(one_step_s + (num_steps - 1) * MODEL.base_s)
+
+
+def test_a_worker_that_takes_the_place_of_another_is_found_by_its_own_cache() -> None:
+    router = cluster("p0", "p1", "d0")
+    router.index.replace("p1", chain())
+    assert placed(router, ask())[1] == "p1"
+
+    router.set_workers([WorkerInfo("p0", "here", Role.PREFILL), WorkerInfo("d0", "here", Role.DECODE)])
+    assert placed(router, ask())[1] == "p0"
+    infos = [WorkerInfo(name, "here", Role.PREFILL) for name in ("p0", "p2")]
+    router.set_workers([*infos, WorkerInfo("d0", "here", Role.DECODE)])
+    router.welcome("p2", WorkerFacts(1, "m", "l", BLOCK, b"", 4096, 1 << 16))
+    router.index.replace("p2", chain())
+    router.report("p2", WorkerLoad(free_blocks=4096))
+    know(router, "p2", MODEL)
+
+    assert placed(router, ask())[1] == "p2"
