@@ -2,6 +2,8 @@
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,26 @@ def test_ids_texts_and_chats_equal_transformers(model_dir: Path) -> None:
             rendered = reference.apply_chat_template(conversation, add_generation_prompt=add, tokenize=False)
             ids = reference.encode(rendered, add_special_tokens=False)
             assert ours.render_chat(conversation, add_generation_prompt=add) == ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(model_dir: Path) -> None:
+    text, is_over = Text.load(model_dir), threading.Event()
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.wait(0.001):
+            ticks += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        ticking = pool.submit(tick)
+        before = ticks
+        text.encode("🙂" * 100_000)
+        meanwhile = ticks - before
+        is_over.set()
+        ticking.result()
+
+    assert meanwhile >= 5
 
 
 def test_pieces_of_random_ids_give_the_text_of_all(model_dir: Path) -> None:
