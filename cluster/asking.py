@@ -12,7 +12,7 @@ import grpc
 from baton_pb.v1 import common_pb2, inference_pb2
 from common.errors import BatonError, ConfigError, InvalidRequestError, OverloadedError, WorkerLostError
 from common.rpc import is_address
-from common.status import error_from_rpc
+from common.status import error_from_rpc, is_said_by_server
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 CALL_TIMEOUT_S = 10.0
@@ -187,12 +187,13 @@ def addresses_of(text: str) -> list[str]:
     return found
 
 
-def error_at(address: str, error: grpc.RpcError) -> BatonError:
-    """Return what a call to this gateway failed with."""
+def error_at(address: str, error: grpc.RpcError, has_begun: bool = False) -> BatonError:
+    """Return what a call to this gateway failed with; `has_begun`: after a part of its answer had come."""
     found = error_from_rpc(error)
-    if isinstance(found, WorkerLostError):
-        found = type(found)(in_our_words(found.message, address), found.retry_after_s)
-    return found
+    if not isinstance(found, WorkerLostError) or is_said_by_server(error):
+        return found
+    words = f"the connection to {address} broke in the middle of an answer" if has_begun else None
+    return type(found)(words or in_our_words(found.message, address), found.retry_after_s)
 
 
 def in_our_words(message: str, address: str) -> str:

@@ -130,11 +130,13 @@ class AsyncClient:
         self, gateway: _Gateway, request: inference_pb2.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         call = gateway.inference.Generate(request, timeout=_left_s(deadline), metadata=self._metadata)
+        has_begun = False
         try:
             async for response in call:
+                has_begun = True
                 yield response
         except grpc.RpcError as error:
-            raise error_at(gateway.address, error) from error
+            raise error_at(gateway.address, error, has_begun) from error
         finally:
             call.cancel()
 

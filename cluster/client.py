@@ -173,10 +173,13 @@ class Client:
         self, gateway: _Gateway, request: inference_pb2.GenerateRequest, deadline: float | None
     ) -> Generator[inference_pb2.GenerateResponse, None, None]:
         call: Any = gateway.inference.Generate(request, timeout=_left_s(deadline), metadata=self._metadata)
+        has_begun = False
         try:
-            yield from call
+            for response in call:
+                has_begun = True
+                yield response
         except grpc.RpcError as error:
-            raise error_at(gateway.address, error) from error
+            raise error_at(gateway.address, error, has_begun) from error
         finally:
             call.cancel()
 

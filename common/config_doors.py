@@ -174,7 +174,9 @@ class GatewayConfig(Node):
         firsts = sorted(port for port in (self.grpc_port, self.http_port) if port)
         for first, following in pairwise([*firsts, 65_536]):
             if first + self.count > following:
-                raise ValueError(f"count {self.count} needs so many free ports from {first} on, and {following} is not")
+                raise ValueError(
+                    f"each of {self.count} gateways takes a port from {first} on, and {following} is not free"
+                )
         return self
 
     def of(self, number: int) -> "GatewayConfig":

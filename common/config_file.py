@@ -1,5 +1,6 @@
 """Reading the configuration: a YAML file and `a.b=c` overrides become the tree of config.py."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -51,5 +52,19 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _describe(item: Any) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "config"
     if item["type"] == "extra_forbidden":
-        return f"unknown config key {where}"
-    return f"config key {where}: {item['msg']}, got {item['input']!r}" if item["loc"] else f"config: {item['msg']}"
+        return f"unknown config key {where}{_meant(item['loc'])}"
+    words, given = item["msg"].removeprefix("Value error, "), item["input"]
+    if not item["loc"]:
+        return f"config: {words}"
+    return f"config key {where}: {words}" + ("" if isinstance(given, dict) else f", got {given!r}")
+
+
+def _meant(place: tuple[str | int, ...]) -> str:
+    """Return a guess at what a key should have been, to be put behind it; empty if nothing is like it."""
+    *parents, leaf = map(str, place)
+    section: Any = ClusterConfig
+    for parent in parents:
+        field = getattr(section, "model_fields", {}).get(parent)
+        section = None if field is None else field.annotation
+    near = get_close_matches(leaf, getattr(section, "model_fields", {}), n=1)
+    return f"; did you mean {'.'.join([*parents, *near])}?" if near else ""

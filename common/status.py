@@ -71,6 +71,12 @@ def error_from_rpc(error: grpc.RpcError) -> errors.BatonError:
     return error_from_code(call.code(), call.details() or "", float(retry_after))
 
 
+def is_said_by_server(error: grpc.RpcError) -> bool:
+    """Return whether a call was ended by `abort_rpc`, and not by a connection that broke or never was."""
+    call: Any = error
+    return any(key == DETAILS_KEY for key, _ in call.trailing_metadata() or ())
+
+
 @contextmanager
 def typed_rpc_errors() -> Iterator[None]:
     """Turn gRPC errors of calls made inside into ours, keeping the cause."""

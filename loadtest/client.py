@@ -8,6 +8,7 @@ from typing import Protocol
 import grpc
 
 from baton_pb.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from cluster.asking import error_at
 from common.errors import BatonError, NotFoundError, WorkerLostError
 from common.status import typed_rpc_errors
 from loadtest.content import ChatPrompt, Prompt, TextPrompt, TokenPrompt, token_ids
@@ -140,10 +141,12 @@ class BatonTarget:
 
     async def model(self) -> ServedModel:
         """Ask what is served."""
-        with typed_rpc_errors():
+        try:
             reply = await self._stubs[0].ListModels(
                 inference_pb2.ListModelsRequest(), timeout=30, metadata=self._metadata
             )
+        except grpc.RpcError as error:
+            raise error_at(self._address, error) from error
         if not reply.models:
             raise NotFoundError(f"{self._address} serves no model")
         served = reply.models[0]

@@ -147,7 +147,8 @@ class RunFile:
                 summary=tree["summary"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"cannot read run {path}: {error!r}") from error
+            said = error.strerror if isinstance(error, OSError) else f"{error!r}"
+            raise ConfigError(f"cannot read run {path}: {said}") from error
 
 
 def _to_json(record: RequestRecord) -> dict[str, Any]:

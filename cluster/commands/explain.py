@@ -10,6 +10,7 @@ from rich.table import Table
 
 from baton_pb.v1 import router_pb2
 from cluster.client import Client
+from common.errors import NotFoundError
 
 _WIDTH = 160
 """Of a table that goes to a file or a pipe."""
@@ -23,7 +24,7 @@ def explain(client: Client, request_id: str, as_json: bool) -> None:
         BatonError: the cluster cannot be asked.
     """
     with client:
-        reply = client.explain(request_id)
+        reply = _ask(client, request_id)
     if as_json:
         print(json.dumps(explanations_json(reply), indent=2))  # noqa: T201 - the command's output
         return
@@ -31,6 +32,17 @@ def explain(client: Client, request_id: str, as_json: bool) -> None:
     for placement in reply.placements:
         console.print(headline(placement))
         console.print(_table(placement))
+
+
+def _ask(client: Client, request_id: str) -> router_pb2.ExplainReply:
+    """Ask for a request by its id, or by the id of its answer over HTTP, which has the kind of answer before it."""
+    bare = request_id.removeprefix("chat").removeprefix("cmpl-")
+    try:
+        return client.explain(request_id)
+    except NotFoundError:
+        if not request_id.endswith(f"cmpl-{bare}"):
+            raise
+        return client.explain(bare)
 
 
 def explanations_json(reply: router_pb2.ExplainReply) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-import math
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster import model_store
+from cluster.commands.presses import Presses
 from cluster.commands.report import Report
 from cluster.gateway import texts_log
 from cluster.launcher import processes
@@ -31,7 +33,6 @@ from common.rpc import open_channel
 
 READY_WORD = "ready"
 _ROUTER_RETRY_S = 0.05
-_ECHO_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -66,7 +67,7 @@ class _Serving:
         self._supervisor: Supervisor | None = None
         self._is_ready = False
         self._work: asyncio.Task[None] | None = None
-        self._last_signal = -math.inf
+        self._presses = Presses()
         self._started = time.monotonic()
 
     async def run(self) -> None:
@@ -91,16 +92,15 @@ class _Serving:
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        now = time.monotonic()
-        is_echo = now - self._last_signal < _ECHO_S
-        self._last_signal = now
-        if is_echo:
-            return  # e.g. `timeout` and `make` signal the process and then its group
+        press = self._presses.signal(time.monotonic())
+        if press == 0:
+            return
         if self._supervisor is None or not self._is_ready:
             assert self._work is not None
             self._work.cancel()
             return
-        self._report.step("stopping: running requests may finish (once more: stop at once)")
+        first = "stopping: running requests may finish (once more: stop at once)"
+        self._report.step(first if press == 1 else "stopping at once")
         self._supervisor.stop(self._config.supervisor.drain_timeout_s)
 
     async def _lead(self) -> None:
@@ -239,9 +239,10 @@ def _gateways(states: list[MemberState]) -> list[tuple[str, str]]:
 def _command() -> str:
     """Return how this program was called, so that a line with it can be pasted."""
     path = Path(sys.argv[0]).absolute()
-    if path.suffix == ".py":
+    if path.suffix == ".py" or shutil.which("baton") == str(path):
         return "baton"
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+    below = path.parent != Path.cwd() and path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if below else path))
 
 
 async def _either(running: "asyncio.Task[None]", ready: Any) -> None:

@@ -134,7 +134,7 @@ def test_a_stream_that_has_begun_is_never_sent_again(model_dir: Path) -> None:
                 [running] = [worker for worker in cluster.workers.values() if worker.num_running]
                 await running.kill()
 
-                with pytest.raises(WorkerLostError):
+                with pytest.raises(WorkerLostError, match=r"^decode worker d\d was lost"):
                     await asking
 
                 assert sum(len(worker.started) for worker in cluster.workers.values()) == 1
@@ -212,6 +212,56 @@ def test_nobody_there_is_said_in_our_words(ask: Ask) -> None:
     async def scenario() -> None:
         with pytest.raises(WorkerLostError, match=f"nobody listens on {NOBODY}"):
             await ask(NOBODY, completion_request([5]), None)
+
+    run(scenario())
+
+
+def test_a_gateway_that_goes_in_the_middle_of_an_answer_is_not_taken_for_one_that_never_spoke(
+    model_dir: Path,
+) -> None:
+    async def by_async(address: str, begun: Callable[[], object]) -> None:
+        async with AsyncClient(address) as client:
+            async for _ in client.generate(completion_request([5], {"max_tokens": 400})):
+                begun()
+
+    def by_sync(address: str, begun: Callable[[], object]) -> None:
+        with Client(address) as client:
+            for _ in client.generate(completion_request([5], {"max_tokens": 400})):
+                begun()
+
+    async def relay(near: asyncio.StreamReader, far: asyncio.StreamWriter) -> None:
+        while data := await near.read(65536):
+            far.write(data)
+            await far.drain()
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0) as cluster:
+            cluster.worker("d0").step_s = 0.02
+            connections: list[asyncio.StreamWriter] = []
+
+            async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                up, down = await asyncio.open_connection(*cluster.gateway.grpc_address.split(":"))
+                connections.extend((writer, down))
+                await asyncio.gather(relay(reader, down), relay(up, writer), return_exceptions=True)
+
+            server = await asyncio.start_server(between, HOST, 0)
+            address = f"{HOST}:{server.sockets[0].getsockname()[1]}"
+            loop, begun = asyncio.get_running_loop(), (asyncio.Event(), asyncio.Event())
+            asking = [
+                asyncio.create_task(by_async(address, begun[0].set)),
+                asyncio.create_task(
+                    asyncio.to_thread(by_sync, address, partial(loop.call_soon_threadsafe, begun[1].set))
+                ),
+            ]
+            for event in begun:
+                await event.wait()
+            server.close()
+            for connection in connections:
+                connection.transport.abort()
+
+            for error in await asyncio.gather(*asking, return_exceptions=True):
+                assert isinstance(error, WorkerLostError)
+                assert error.message == f"the connection to {address} broke in the middle of an answer"
 
     run(scenario())
 

@@ -38,6 +38,11 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     ("overrides", "part"),
     [
         pytest.param(["gateway.port=1"], "unknown config key gateway.port", id="unknown key"),
+        pytest.param(["gateway.grpcport=1"], "gateway.grpcport; did you mean gateway.grpc_port?", id="a typing error"),
+        pytest.param(["gatway.grpc_port=1"], "gatway; did you mean gateway?", id="a typing error in a section"),
+        pytest.param(
+            ["gateway.grpc_port=9", "gateway.http_port=9"], "gateway: each of 1 gateways takes a port", id="one port"
+        ),
         pytest.param(["gateway.grpc_port=70000"], "config key gateway.grpc_port", id="out of range"),
         pytest.param(["router.policy=best"], "config key router.policy", id="not in the set"),
         pytest.param(["gateway.running_max=many"], "got 'many'", id="not a number"),

@@ -1,5 +1,6 @@
 """A placement says why: to operators by request id, and to a client that asks in its own answer."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import httpx
 import pytest
 
 from baton_pb.v1 import router_pb2
-from cluster.commands.explain import explanations_json, headline
+from cluster.client import Client
+from cluster.commands.explain import explain, explanations_json, headline
 from cluster.gateway.explained import ANSWER_KEY, ASK_KEY, explanation_metadata, wants_explanation
 from cluster.tenants import key_file
 from common.errors import NotFoundError
@@ -43,6 +45,32 @@ def test_a_request_is_explained_by_its_id(model_dir: Path) -> None:
             assert placement.observed_ttft_s > 0
             with pytest.raises(NotFoundError, match="does not remember a placement of request 'other'"):
                 await explained(cluster, "other")
+
+    run(scenario())
+
+
+def test_the_command_takes_the_id_of_an_answer_over_http(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def show(address: str, request_id: str) -> str:
+        explain(Client(address), request_id, as_json=True)
+        return str(json.loads(capsys.readouterr().out)[0]["request_id"])
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="cost") as cluster:
+            for name in ("mine", "cmpl-taken"):
+                asked = request(max_tokens=1)
+                asked.request_id = name
+                await cluster.ask(asked)
+
+            for given, shown in (
+                ("mine", "mine"),
+                ("cmpl-mine", "mine"),
+                ("chatcmpl-mine", "mine"),
+                ("cmpl-taken", "cmpl-taken"),
+            ):
+                assert await asyncio.to_thread(show, cluster.gateway.grpc_address, given) == shown
+            for nobodys in ("chatmine", "cmpl-other"):
+                with pytest.raises(NotFoundError):
+                    await asyncio.to_thread(show, cluster.gateway.grpc_address, nobodys)
 
     run(scenario())
 
