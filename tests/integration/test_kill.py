@@ -57,7 +57,7 @@ def test_a_prefill_worker_killed_mid_prefill_is_replaced_and_its_request_is_answ
     before = cluster.pids
     prompt = demo_text_tokens[:1400]
 
-    async def scenario() -> tuple[float, Answer, Answer, int]:
+    async def scenario() -> tuple[float, Answer, Answer, int, list[str]]:
         async with Asker(cluster.address) as asker:
             task = asyncio.create_task(asker.ask(request(prompt, greedy(8))))
             await until_prefilling(asker)
@@ -67,6 +67,7 @@ def test_a_prefill_worker_killed_mid_prefill_is_replaced_and_its_request_is_answ
                 while "prefill-0" in await ready_workers(asker):
                     await asyncio.sleep(0.02)
             noticed_s = time.monotonic() - killed_at
+            reasons = list((await asker.status()).degraded)
             # No token had been sent, so the gateway places it again: on the decode worker alone, which is counted.
             elsewhere = await task
             fallbacks = (await asker.status()).router.counters["local_prefill_fallback"]
@@ -74,10 +75,10 @@ def test_a_prefill_worker_killed_mid_prefill_is_replaced_and_its_request_is_answ
                 while "prefill-0" not in await ready_workers(asker):
                     await asyncio.sleep(0.05)
             remote = await asker.ask(request(prompt, greedy(8)))
-            await asker.quiet_status()
-            return noticed_s, elsewhere, remote, fallbacks
+            assert list((await asker.quiet_status()).degraded) == []
+            return noticed_s, elsewhere, remote, fallbacks, reasons
 
-    noticed_s, elsewhere, remote, fallbacks = asyncio.run(scenario())
+    noticed_s, elsewhere, remote, fallbacks, reasons = asyncio.run(scenario())
 
     assert noticed_s < NOTICED_WITHIN_S
     assert elsewhere.token_ids == remote.token_ids
@@ -86,6 +87,9 @@ def test_a_prefill_worker_killed_mid_prefill_is_replaced_and_its_request_is_answ
     assert remote.finished is not None
     assert remote.finished.placement.prefill_worker_id == "prefill-0"
     assert fallbacks == 1
+    [reason] = reasons
+    assert reason.startswith("no prefill worker can be used")
+    assert "prefill-0" in reason
     assert others(cluster.pids, "prefill-0") == others(before, "prefill-0"), "nothing else was restarted"
     assert cluster.pids["prefill-0"] != before["prefill-0"]
 
