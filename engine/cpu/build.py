@@ -1,6 +1,11 @@
 """Compile the kernels once for each machine: one shared library for each instruction set, kept in the user's cache.
 
 A library is loaded only where the CPU has its instruction set, so the same checkout is safe on every x86-64 machine.
+
+Not by torch.utils.cpp_extension: the kernels see pointers and structs, no tensor, so that they need neither Python's
+headers nor torch's, nor ninja, and one library serves every torch. A file that only includes torch/extension.h takes
+35 s of CPU to compile, our kernels for AVX-512 13 (a busy core, GCC). ctypes lets go of the GIL for a step; pybind11
+would have to be told.
 """
 
 import functools

@@ -103,18 +103,68 @@ INLINE void score_keys(const float* q, const T* const k[4], i64 dim, float* scor
     for (int h = 0; h < H; h++) _mm_storeu_ps(scores + h * kPart, sum4(a[h][0], a[h][1], a[h][2], a[h][3]));
 }
 
-// out[h] += sum over n keys of scores[h][t] * values[t], for W registers of one kv head's columns. Meanwhile the same
-// columns of the `following` values at `next` come to the second-level cache.
+// Keys and values of the part that the calling thread computes next, in the order of memory: they come to the
+// second-level cache a few lines at a time, evenly, while the part before is computed. A core has some twenty misses under
+// way at once and waits for a place where there are more.
+class Ahead {
+   public:
+    Ahead() = default;
+
+    template <class T>
+    Ahead(const LayerView<T>& view, const int32_t* table, i64 begin, i64 end) {
+        view.runs(table, begin, int(end - begin), [&](int, int count, i64 block, i64 inside) {
+            for (T* half : {view.keys, view.values}) {
+                add(half + block * view.block_stride + inside * view.token_stride, count * view.token_stride * i64(sizeof(T)));
+                if constexpr (view.kScaled) add(view.scales(half, block, inside), count * view.kv_heads * i64(sizeof(Half)));
+            }
+        });
+        if (count_) at_ = ranges_[0].begin;
+    }
+
+    // How many lines are due with each of `calls` calls, if half of all are to come with them.
+    i64 share(i64 calls) const { return (lines_ / 2 + calls - 1) / std::max<i64>(1, calls); }
+
+    void fetch(i64 lines) {
+        for (; lines > 0 && next_ < count_; lines--) {
+            _mm_prefetch(at_, _MM_HINT_T1);
+            at_ += 64;
+            if (at_ >= ranges_[next_].end && ++next_ < count_) at_ = ranges_[next_].begin;
+        }
+    }
+
+   private:
+    void add(const void* begin, i64 bytes) {
+        const char* line = (const char*)(uintptr_t(begin) / 64 * 64);
+        const char* end = (const char*)begin + bytes;
+        lines_ += (end - line + 63) / 64;
+        Range* last = count_ ? &ranges_[count_ - 1] : nullptr;
+        if (last && line >= last->begin && line <= last->end) {  // values follow keys
+            last->end = end;
+        } else {
+            ranges_[count_++] = {line, end};
+        }
+    }
+
+    struct Range {
+        const char *begin, *end;
+    };
+    Range ranges_[4 * kPart];
+    int count_ = 0, next_ = 0;
+    i64 lines_ = 0;
+    const char* at_ = nullptr;
+};
+
+// out[h] += sum over n keys of scores[h][t] * values[t], for W registers of one kv head's columns; `lines` of what comes
+// next are fetched with each key.
 template <class T, int H, int W>
-INLINE void weigh_values(const float* scores, const T* values, const i64* at, int n, const i64* next, int following,
-                         float* out, i64 out_stride) {
+INLINE void weigh_values(const float* scores, const T* values, const i64* at, int n, Ahead& ahead, i64 lines, float* out,
+                         i64 out_stride) {
     Vec a[H][W];
     for (int h = 0; h < H; h++)
         for (int j = 0; j < W; j++) a[h][j] = zero();
     for (int t = 0; t < n; t++) {
         const T* v = values + at[t];
-        if (t < following)
-            for (int c = 0; c < W * VL * int(sizeof(T)); c += 64) _mm_prefetch((const char*)(values + next[t]) + c, _MM_HINT_T1);
+        ahead.fetch(lines);
         Vec columns[W];
         for (int j = 0; j < W; j++) columns[j] = load(v + j * VL);
         for (int h = 0; h < H; h++) {
@@ -126,13 +176,15 @@ INLINE void weigh_values(const float* scores, const T* values, const i64* at, in
         for (int j = 0; j < W; j++) store(out + h * out_stride + j * VL, a[h][j]);
 }
 
+constexpr int kColumns = VL == 16 ? 4 : 2;  // registers of one pass over the values
+
 template <class T, int H>
-INLINE void weigh_head(const float* scores, const T* values, const i64* at, int n, const i64* next, int following, i64 dim,
+INLINE void weigh_head(const float* scores, const T* values, const i64* at, int n, Ahead& ahead, i64 lines, i64 dim,
                        float* out) {
-    constexpr int W = VL == 16 ? 4 : 2;
+    constexpr int W = kColumns;
     i64 d = 0;
-    for (; d + W * VL <= dim; d += W * VL) weigh_values<T, H, W>(scores, values + d, at, n, next, following, out + d, dim + 2);
-    for (; d < dim; d += VL) weigh_values<T, H, 1>(scores, values + d, at, n, next, following, out + d, dim + 2);
+    for (; d + W * VL <= dim; d += W * VL) weigh_values<T, H, W>(scores, values + d, at, n, ahead, lines, out + d, dim + 2);
+    for (; d < dim; d += VL) weigh_values<T, H, 1>(scores, values + d, at, n, ahead, lines, out + d, dim + 2);
 }
 
 // Scores -> exponentials; writes the greatest score and the sum.
@@ -181,28 +233,23 @@ INLINE void rescale(const AttentionShape& shape, const LayerView<T>& view, T* of
     }
 }
 
-// One part of a decode row that sees keys up to `last`: keys [begin, end) for all heads, so that a token's keys are read
-// as one stream. Writes max, sum and the unnormalised output of each query head.
+// One part of a decode row: keys [begin, end) for all heads, so that a token's keys are read as one stream. Writes max, sum
+// and the unnormalised output of each query head. Meanwhile what the thread computes next is fetched: see Ahead.
 template <class T>
 void decode_part(const AttentionShape& shape, const LayerView<T>& view, const int32_t* table, const float* q, i64 begin,
-                 i64 end, i64 last, float* out) {
+                 i64 end, Ahead& ahead, float* out) {
     static thread_local std::vector<float> memory;
-    const i64 dim = shape.head_dim, group = shape.group(), row_bytes = shape.kv_heads * dim * i64(sizeof(T));
+    const i64 dim = shape.head_dim, group = shape.group();
     const int n = int(end - begin);
     const i64 floats = (shape.heads + (view.kScaled ? shape.kv_heads : 0)) * kPart;
     if (i64(memory.size()) < floats) memory.resize(floats);
     float *scores = memory.data(), *units = scores + shape.heads * kPart;
-    const int following = int(std::clamp<i64>(last - end, 0, kPart));
-    i64 at[kPart], next[kPart];
+    i64 at[kPart];
     view.offsets(table, begin, n, at);
-    view.offsets(table, end, following, next);
-    const auto fetch = [&](i64 offset) __attribute__((always_inline)) {
-        for (i64 c = 0; c < row_bytes; c += 64) _mm_prefetch((const char*)(view.keys + offset) + c, _MM_HINT_T1);
-    };
-    for (int t = 0; t < n; t += 4) {
-        // The next part comes to the second-level cache meanwhile: 85 % of a plain stream's rate, 60 % without.
-        for (int i = t; i < std::min(t + 4, following); i++) fetch(next[i]);
+    i64 lines = ahead.share((n + 3) / 4 * shape.kv_heads);
+    for (int t = 0; t < n; t += 4)
         for (i64 head = 0; head < shape.kv_heads; head++) {
+            ahead.fetch(lines);
             const T* k[4];
             for (int i = 0; i < 4; i++) k[i] = view.keys + at[std::min(t + i, n - 1)] + head * view.head_stride;
             by_four(group, [&]<int H>(i64 h) __attribute__((always_inline)) {
@@ -210,16 +257,16 @@ void decode_part(const AttentionShape& shape, const LayerView<T>& view, const in
                 score_keys<T, H>(q + first * dim, k, dim, scores + first * kPart + t);
             });
         }
-    }
     if constexpr (view.kScaled) rescale(shape, view, view.keys, table, begin, n, units, scores);
     for (i64 h = 0; h < shape.heads; h++)
         soften(shape, scores + h * kPart, n, out + h * (dim + 2), out + h * (dim + 2) + 1);
     if constexpr (view.kScaled) rescale(shape, view, view.values, table, begin, n, units, scores);
+    const i64 passes = (group + 3) / 4 * (dim / (kColumns * VL) + dim % (kColumns * VL) / VL);
+    lines = ahead.share(n * shape.kv_heads * passes);
     for (i64 head = 0; head < shape.kv_heads; head++)
         by_four(group, [&]<int H>(i64 h) __attribute__((always_inline)) {
             const i64 first = head * group + h;
-            const int fetched = h == 0 ? following : 0;  // once for all heads of the group
-            weigh_head<T, H>(scores + first * kPart, view.values + head * view.head_stride, at, n, next, fetched, dim,
+            weigh_head<T, H>(scores + first * kPart, view.values + head * view.head_stride, at, n, ahead, lines, dim,
                              out + first * (dim + 2) + 2);
         });
 }

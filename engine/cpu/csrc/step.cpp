@@ -149,9 +149,9 @@ class Model {
                 begin = stop;
             }
         }
-        // Neighbouring parts of one sequence prefetch each other; tiles are long enough alone.
+        // Parts follow each other best where they lie; tiles are long enough alone.
         if (plan.partial_floats == i64(plan.work.size()) * shape_.part_floats())
-            plan.grain = std::clamp<i64>(i64(plan.work.size()) / (4 * team_.size()), 1, 8);
+            plan.grain = std::clamp<i64>(i64(plan.work.size()) / (8 * team_.size()), 1, 8);
         return plan;
     }
 
@@ -277,21 +277,21 @@ class Model {
     void attend(const StepDesc& s, const LayerDesc& layer, const LayerView<T>& view) {
         const Plan& plan = plan_of(layer.window);
         const i64 dim = desc_.head_dim, width = qkv_width(), group = shape_.group();
-        team_.share(i64(plan.work.size()), plan.grain, [&](i64 begin, i64 end) {
-            for (i64 i = begin; i < end; i++) {
-                const Work& work = plan.work[i];
-                const Segment& segment = segments(s)[work.segment];
-                const int32_t* table = s.block_tables + work.segment * s.table_width;
-                if (work.partial >= 0) {
-                    decode_part(shape_, view, table, qkv_.data() + segment.first_row * width, work.first,
-                                work.first + work.count, segment.num_context + 1, partial_.data() + work.partial);
-                    continue;
-                }
-                const i64 row = segment.first_row + work.first;
-                prompt_tile(shape_, view, table, work.head, segment.num_context + work.first, work.count, layer.window,
-                            qkv_.data() + row * width + work.head * group * dim, width,
-                            attention_.data() + row * attention_width() + work.head * group * dim, attention_width());
+        const i64 count = i64(plan.work.size());
+        team_.walk(count, plan.grain, [&](i64 i, i64 following) {
+            const Work& work = plan.work[i];
+            const Segment& segment = segments(s)[work.segment];
+            const int32_t* table = s.block_tables + work.segment * s.table_width;
+            if (work.partial >= 0) {
+                Ahead ahead = following < count ? ahead_of(s, view, plan.work[following]) : Ahead();
+                decode_part(shape_, view, table, qkv_.data() + segment.first_row * width, work.first,
+                            work.first + work.count, ahead, partial_.data() + work.partial);
+                return;
             }
+            const i64 row = segment.first_row + work.first;
+            prompt_tile(shape_, view, table, work.head, segment.num_context + work.first, work.count, layer.window,
+                        qkv_.data() + row * width + work.head * group * dim, width,
+                        attention_.data() + row * attention_width() + work.head * group * dim, attention_width());
         });
         rows(s.num_tokens, [&](i64 row) {
             float* out = attention_.data() + row * attention_width();
@@ -299,6 +299,12 @@ class Model {
             if (plan.parts[segment]) merge_parts(shape_, partial_.data() + plan.partial[segment], plan.parts[segment], out);
             output_in_.set_row(row, out);
         });
+    }
+
+    template <class T>
+    Ahead ahead_of(const StepDesc& s, const LayerView<T>& view, const Work& work) const {
+        if (work.partial < 0) return {};  // a tile of a prompt reads each key many times
+        return {view, s.block_tables + work.segment * s.table_width, work.first, work.first + work.count};
     }
 
     const Plan& plan_of(i64 window) const {

@@ -59,6 +59,27 @@ class Team {
         barrier();
     }
 
+    // Calls f(i, following) for every i of [0, count): `following` is what the thread takes after i, or `count` where it
+    // takes nothing. To know it, a thread claims its next piece of `grain` before it is done with one; where a piece is
+    // too much of all there is, none is claimed early and i + 1 is said to follow.
+    template <class F>
+    void walk(int64_t count, int64_t grain, const F& f) {
+        const bool knows = count >= 8 * size_ * grain;
+        if (size_ == 1 || !knows) {
+            share(count, grain, [&](int64_t begin, int64_t end) {
+                for (int64_t i = begin; i < end; i++) f(i, i + 1);
+            });
+            return;
+        }
+        for (int64_t begin = next_.fetch_add(grain, std::memory_order_relaxed); begin < count;) {
+            const int64_t after = std::min(count, next_.fetch_add(grain, std::memory_order_relaxed));
+            const int64_t end = std::min(count, begin + grain);
+            for (int64_t i = begin; i < end; i++) f(i, i + 1 < end ? i + 1 : after);
+            begin = after;
+        }
+        barrier();
+    }
+
    private:
     // About 30 us on Zen 3 and 4, where a pause takes some 40 to 65 cycles.
     static constexpr int kSpins = 2000;
