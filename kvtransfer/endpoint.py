@@ -107,9 +107,9 @@ class TransferEndpoint:
         assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._store.num_blocks
         return self._receiver.grant(self.address, block_ids, first_block)
 
-    async def open_push(self, ticket: transfer_pb2.Ticket) -> BlockPush:
+    async def open_push(self, ticket: transfer_pb2.Ticket, ready: Sequence[int] = ()) -> BlockPush:
         """Connect to the ticket's receiver and begin; see `Endpoint.open_push`."""
-        return await self._sender.open_push(ticket)
+        return await self._sender.open_push(ticket, ready)
 
     def stats(self) -> list[worker_pb2.TransferStats]:
         """Return what was moved since the start, one entry for each peer and transport."""

@@ -117,7 +117,7 @@ class FakeEndpoint:
         self.landings[ticket.transfer_id] = landing
         return landing
 
-    async def open_push(self, ticket: transfer_pb2.Ticket) -> "FakePush":
+    async def open_push(self, ticket: transfer_pb2.Ticket, ready: Sequence[int] = ()) -> "FakePush":
         """Begin a push; see `Endpoint.open_push`."""
         terms = read_ticket(ticket, self.store.layout)
         await asyncio.sleep(self.network.delay_s)
@@ -131,7 +131,9 @@ class FakeEndpoint:
             raise TransferError("the receiver does not know this ticket, or it was used")
         if not hmac.compare_digest(landing.ticket.secret, terms.secret):
             raise TransferError("wrong secret")
-        return FakePush(self, landing, terms)
+        push = FakePush(self, landing, terms)
+        push.announce(0, ready)
+        return push
 
     def stats(self) -> list[worker_pb2.TransferStats]:
         """Return what was moved, by peer."""

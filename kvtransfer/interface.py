@@ -108,8 +108,13 @@ class Endpoint(Protocol):
         """
         ...
 
-    async def open_push(self, ticket: transfer_pb2.Ticket) -> Push:
+    async def open_push(self, ticket: transfer_pb2.Ticket, ready: Sequence[int] = ()) -> Push:
         """Connect to the ticket's receiver, or reuse a connection, and begin.
+
+        Args:
+            ticket: the right to fill its landing blocks.
+            ready: blocks for the first of them that are final already, as in `Push.announce(0, ready)`: where the
+                receiver reads them itself, it begins one exchange of messages earlier.
 
         Raises:
             MismatchError: the two pools do not hold the same kind of blocks.

@@ -139,8 +139,8 @@ class OutboundPeer:
         self._greeter.counters.probed(self._address.worker_id, self.transport, rate or 0.0)
         return rate
 
-    def begin(self, terms: TicketTerms, landing_ids: Sequence[int]) -> BlockPush:
-        """Ask the receiver to accept a ticket."""
+    def begin(self, terms: TicketTerms, landing_ids: Sequence[int], ready: Sequence[int] = ()) -> BlockPush:
+        """Ask the receiver to accept a ticket, and tell it of what is `ready` as soon as possible."""
         if self.is_lost:
             raise WorkerLostError(f"the connection to {self._address.worker_id} is lost")
         if terms.transfer_id in self._pushes:
@@ -148,11 +148,12 @@ class OutboundPeer:
         coding = self._coding(terms)
         push = self._pushes[terms.transfer_id] = BlockPush(self, terms, landing_ids, coding)
         codec = RAW if coding is None else coding.codec.name
-        self.send(
-            transfer_pb2.TransferFrame(
-                open=transfer_pb2.Open(transfer_id=terms.transfer_id, secret=terms.secret, codec=codec)
-            )
-        )
+        opening = transfer_pb2.Open(transfer_id=terms.transfer_id, secret=terms.secret, codec=codec)
+        push.announce_when_open(ready)
+        if num_bytes := self._takes_with_open(push):
+            self._inflight_bytes += num_bytes
+            opening.ready.CopyFrom(push.number_waiting(num_bytes))
+        self.send(transfer_pb2.TransferFrame(open=opening))
         return push
 
     def enqueue(self, push: BlockPush, piece: Piece) -> None:
@@ -211,6 +212,14 @@ class OutboundPeer:
             self._inflight_bytes += size
             self._start(push, piece, size)
 
+    def _takes_with_open(self, push: BlockPush) -> int:
+        """Return the bytes of what waits for a push to open, if Open can announce it: in one piece, read in place."""
+        link, piece, layout = self._link, push.waiting, self._greeter.pool.layout
+        if piece is None or link is None or link.byte_sender is not None or self._queue or self._inflight_bytes:
+            return 0
+        is_hashed = push.terms.checksum and link.has_checksums
+        return 0 if is_hashed or cut(piece, layout, self._piece_bytes_max)[1] else piece_bytes(piece, layout)
+
     def _coding(self, terms: TicketTerms) -> Coding | None:
         """Choose how a transfer's pieces travel; where the receiver reads the pool itself, there is no choice."""
         assert self._link is not None
@@ -233,7 +242,6 @@ class OutboundPeer:
         self._choice.sent(self._loop.time())
         assert self._link is not None
         if self._link.byte_sender is None and not (push.terms.checksum and self._link.has_checksums):
-            # The receiver works out by itself what to read.
             self.send(transfer_pb2.TransferFrame(ready=push.number(piece, num_bytes, num_tags=1)))
             return
         runs = runs_of(piece, push.landing_ids, self._greeter.pool.layout)

@@ -77,6 +77,8 @@ class BlockPush:
         self.activity = Activity()
         self.stop = Stop()
         self.is_over = False
+        self.waiting: Piece | None = None
+        """Announced before the receiver's answer to Open."""
         self.seconds = self.exposed_s = 0.0
         self._num_runs = 0
         self._num_nonces = 0
@@ -160,10 +162,27 @@ class BlockPush:
         if tell_receiver:
             self._peer.send(abort_frame(self.terms.transfer_id, error))
 
+    def announce_when_open(self, block_ids: Sequence[int]) -> None:
+        """Queue what is final already, all layers of the first landing blocks, as soon as the receiver accepts."""
+        assert len(block_ids) <= self.terms.num_blocks
+        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._peer.num_source_blocks
+        self.waiting = Piece(0, tuple(block_ids), self.terms.layers) if block_ids else None
+
+    def number_waiting(self, num_bytes: int) -> transfer_pb2.Ready:
+        """Number what waits for the receiver's answer, because it goes out with the question."""
+        piece, self.waiting = self.waiting, None
+        assert piece is not None
+        self._watch_progress()
+        self.queued(1)
+        return self.number(piece, num_bytes, num_tags=1)
+
     def accepted(self) -> None:
         """Note the receiver's answer to Open."""
         if not self._opened.done():
             self._opened.set_result(None)
+            piece, self.waiting = self.waiting, None
+            if piece is not None:
+                self.announce(piece.first, piece.block_ids, piece.layers)
 
     def queued(self, count: int) -> None:
         """Note that so many pieces wait to be sent."""

@@ -297,6 +297,10 @@ class InboundPeer:
             landing.fail(error)
             return
         self.send(transfer_pb2.TransferFrame(open=transfer_pb2.Open(transfer_id=frame.transfer_id)))
+        if frame.HasField("ready"):
+            if frame.ready.transfer_id != frame.transfer_id or self.link.byte_receiver is not None:
+                raise FrameError("an Open with a piece of another transfer, or of one that follows on a wire")
+            self._checked(frame.transfer_id, lambda landing: landing.receive(frame.ready))
 
     def _checked(self, transfer_id: bytes, act: Callable[[BlockLanding], None]) -> None:
         """Let a landing act on a frame; what it refuses ends that transfer only."""

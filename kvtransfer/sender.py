@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -44,17 +45,19 @@ class Sender:
         """Pushes whose source may still be read, or whose owner has not been told the outcome."""
         return len(self._pushes)
 
-    async def open_push(self, ticket: transfer_pb2.Ticket) -> BlockPush:
+    async def open_push(self, ticket: transfer_pb2.Ticket, ready: Sequence[int] = ()) -> BlockPush:
         """Begin to use a ticket; see `Endpoint.open_push`."""
         terms = read_ticket(ticket, self._greeter.pool.layout)
         key = (ticket.receiver.worker_id, ticket.receiver.generation)
         was_connected = key in self._peers
         try:
-            return await self._open(ticket, terms)
+            return await self._open(ticket, terms, ready)
         except WorkerLostError as error:
             if not was_connected or isinstance(error, TransferError):
                 raise
-        return await self._open(ticket, terms)  # an idle connection may have ended just now: once more on a new one
+        return await self._open(
+            ticket, terms, ready
+        )  # an idle connection may have ended just now: once more on a new one
 
     def ping(self, now: float, idle_s: float, dead_s: float) -> None:
         """Keep connections alive that said nothing for `idle_s`; end those that heard nothing for `dead_s`."""
@@ -76,11 +79,11 @@ class Sender:
         for push in pushes:
             await push.abort("the sender closes")
 
-    async def _open(self, ticket: transfer_pb2.Ticket, terms: TicketTerms) -> BlockPush:
+    async def _open(self, ticket: transfer_pb2.Ticket, terms: TicketTerms, ready: Sequence[int]) -> BlockPush:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 peer = await self._peer(ticket.receiver)
-                push = peer.begin(terms, ticket.block_ids)
+                push = peer.begin(terms, ticket.block_ids, ready)
                 self._pushes.add(push)
                 push.on_over = partial(self._pushes.discard, push)
                 try:

@@ -291,20 +291,28 @@ class Open(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     secret: _builtins.bytes
     codec: _builtins.str
     """Sender -> receiver: what this transfer's pieces are coded in; empty: raw."""
+    @_builtins.property
+    def ready(self) -> Global___Ready:
+        """Sender -> receiver, where the receiver reads the sender's memory (shm): piece 0, which is final already. It counts as a
+        Ready that follows the Open, if that is accepted, and as nothing if it is refused.
+        """
+
     def __init__(
         self,
         *,
         transfer_id: _builtins.bytes = ...,
         secret: _builtins.bytes = ...,
         codec: _builtins.str = ...,
+        ready: Global___Ready | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "secret", b"secret", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "ready", b"ready", "secret", b"secret", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

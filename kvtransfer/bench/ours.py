@@ -51,15 +51,14 @@ class Ours:
         if "storm" in order:
             await self._push_storm(order["storm"])
             return
-        push = await self._endpoint.open_push(_ticket(order["ticket"]))
-        if step := order["layers_together"]:
+        step = order["layers_together"]
+        push = await self._endpoint.open_push(_ticket(order["ticket"]), [] if step else self._side.blocks)
+        if step:
             num_layers = self._side.work.layout.num_layers
             for begin in range(0, num_layers, step):
                 if order["layer_s"]:  # else all are there at once, and layers that wait together travel together
                     await asyncio.sleep(order["layer_s"] * step)
                 push.announce(0, self._side.blocks, range(begin, min(begin + step, num_layers)))
-        else:
-            push.announce(0, self._side.blocks)
         await push.finish()
 
     async def fetch(self, by_layer: bool) -> None:

@@ -24,7 +24,7 @@ from kvtransfer.transports.cursor import IOV_MAX, Cursor
 NAME = "tcp"
 HEADER = struct.Struct("<QQ")
 WAKE_BYTES = 512 * 1024
-"""The loop is woken when so much has come, or what is left of the piece: each time costs it as much as copying 200 KB."""
+"""The loop is woken when so much has come, or what is left of the piece: each time costs as much as copying 200 KB."""
 
 
 class TcpOutbound:

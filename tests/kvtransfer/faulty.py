@@ -244,8 +244,8 @@ class FaultyEndpoint:
     def grant(self, block_ids: Sequence[int], first_block: int) -> BlockLanding:
         return self.receiver.grant(self.address, block_ids, first_block)
 
-    async def open_push(self, ticket: transfer_pb2.Ticket) -> BlockPush:
-        return await self.sender.open_push(ticket)
+    async def open_push(self, ticket: transfer_pb2.Ticket, ready: Sequence[int] = ()) -> BlockPush:
+        return await self.sender.open_push(ticket, ready)
 
     def stats(self) -> list[worker_pb2.TransferStats]:
         return self.counters.snapshot()

@@ -96,6 +96,41 @@ def test_an_empty_ticket_completes(with_pair: WithPair) -> None:
     with_pair(test)
 
 
+def test_blocks_that_are_ready_when_a_push_is_opened_arrive_and_further_ones_follow(with_pair: WithPair) -> None:
+    async def test(pair: Any) -> None:
+        for block in (1, 2, 3):
+            pair.source.fill(block, block)
+        landing = pair.receiver.grant([7, 6, 5], 0)
+
+        push = await pair.sender.open_push(landing.ticket, [3, 1])
+        push.announce(2, [2])
+        await asyncio.gather(push.finish(), landing.landed())
+
+        assert [pair.target.block(block) for block in (7, 6, 5)] == [pair.source.block(block) for block in (3, 1, 2)]
+        assert pair.sender.num_active == pair.receiver.num_active == 0
+
+    with_pair(test)
+
+
+def test_a_refused_ticket_with_ready_blocks_leaves_the_connection_of_use_and_no_block_written(
+    with_pair: WithPair,
+) -> None:
+    async def test(pair: Any) -> None:
+        await transfer(pair, [7], [8])
+        mark(pair.target, [1, 2])
+        landing = pair.receiver.grant([1, 2], 0)
+        await landing.abort("not wanted any more")
+
+        with pytest.raises(TransferError):
+            await pair.sender.open_push(landing.ticket, [3, 4])
+
+        await transfer(pair, [7], [8])
+        assert is_marked(pair.target, [1, 2])
+        assert pair.sender.num_active == pair.receiver.num_active == 0
+
+    with_pair(test)
+
+
 @pytest.mark.parametrize("yields", [0, 1, 2, 3, 5, 8, 13])
 def test_after_a_receivers_abort_no_byte_arrives_any_more(with_pair: WithPair, yields: int) -> None:
     async def test(pair: Any) -> None:

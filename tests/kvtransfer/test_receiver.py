@@ -15,6 +15,7 @@ import pytest
 from baton_pb.v1 import transfer_pb2
 from common.errors import TransferError
 from kvtransfer.fake import SMALL_LAYOUT
+from kvtransfer.landing import BlockLanding
 from kvtransfer.transports import shm
 from kvtransfer.wire import FRAME_BYTES_MAX, PROTOCOL
 from tests.kvtransfer.raw_sender import Frame, RawSender
@@ -72,6 +73,51 @@ def test_a_raw_sender_that_keeps_the_protocol_is_served(make_shm_pair: MakePair)
             assert refusals(pair) == 0
 
     asyncio.run(test())
+
+
+def test_an_open_with_a_piece_is_accepted_and_the_piece_begun(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            landing = pair.receiver.grant([1], 0)
+            await raw.hello()
+            await raw.receive()
+            await raw.send(_opening(landing, raw.ready(landing)))
+
+            answers = [await raw.receive() for _ in range(2)]
+
+            assert [answer and answer.WhichOneof("frame") for answer in answers] == ["open", "ack"]
+            assert pair.target.block(1) == pair.source.block(3)
+            await landing.abort("seen")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("changes", "answer"), [({"transfer_id": bytes(16)}, None), ({"seq": 1}, "abort")])
+def test_an_open_with_a_wrong_piece_is_refused(
+    make_shm_pair: MakePair, changes: dict[str, object], answer: str | None
+) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            landing = pair.receiver.grant([1], 0)
+            await raw.hello()
+            await raw.receive()
+            await raw.send(_opening(landing, raw.ready(landing, **changes)))
+
+            opened, refused = await raw.receive(), await raw.receive()
+
+            assert opened is not None
+            assert (refused and refused.WhichOneof("frame")) == answer
+            with pytest.raises(TransferError):
+                await landing.landed()
+            assert refusals(pair) == 1
+            await landing.abort("seen")
+
+    asyncio.run(test())
+
+
+def _opening(landing: BlockLanding, ready: Frame) -> Frame:
+    ticket = landing.ticket
+    return Frame(open=transfer_pb2.Open(transfer_id=ticket.transfer_id, secret=ticket.secret, ready=ready.ready))
 
 
 @pytest.mark.parametrize(
