@@ -170,12 +170,14 @@ class DecodeScheduler(Generic[S]):
         decodes: list[S] = []
         preempted: list[S] = []
         prompts: list[S] = []
+        block_tokens = self._books.block_tokens
         for stream in list(self.running):
-            if stream.phase is not Phase.RUNNING or not stream.sequence.is_ready:
+            sequence = stream.sequence
+            if stream.phase is not Phase.RUNNING or not sequence.is_ready:
                 continue
-            if stream.sequence.num_uncomputed > 1:
+            if sequence.num_uncomputed > 1:
                 prompts.append(stream)
-            elif self._grow(stream, preempted):
+            elif sequence.num_tokens <= len(sequence.block_table) * block_tokens or self._grow(stream, preempted):
                 decodes.append(stream)
         return StepPlan(decodes, self._prompt_chunks(prompts, len(decodes)) if prompts else [], preempted)
 
