@@ -61,6 +61,8 @@ class SequenceStream:
         self._turns = turns
         self._patience = Patience(limits.token_wait_s, self._late)
         self._has_begun = False
+        self._waits_for_turn = False
+        self._is_closed = False
         self._tokens: list[common_pb2.SampledToken] = []
         self._finished: worker_pb2.SequenceFinished | None = None
         self._error: BatonError | None = None
@@ -74,12 +76,10 @@ class SequenceStream:
             BatonError: what ended the sequence, after all its tokens were taken.
         """
         self._patience.begin()
-        while not self._tokens and not self._is_ended:
+        while self._waits_for_turn or not (self._tokens or self._is_ended):
             self._changed.clear()
             await self._changed.wait()
         self._patience.end()
-        if self._has_begun:
-            await self._turns.wait()
         self._has_begun = True
         if self._error is not None and not self._tokens:
             raise self._error
@@ -88,6 +88,7 @@ class SequenceStream:
 
     async def stop(self) -> worker_pb2.SequenceFinished | None:
         """Cancel the sequence and return its summary; None if the worker gives none within SUMMARY_WAIT_S."""
+        self._has_begun = False  # what is waited for is one message: it needs no turn
         if not self._is_ended:
             self._client.cancel(self.request_id, wants_summary=True)
         try:
@@ -102,6 +103,7 @@ class SequenceStream:
 
     def close(self) -> None:
         """Give up the rest: a sequence that has not ended is cancelled at the worker. Idempotent."""
+        self._is_closed = True
         self._patience.close()
         if not self._is_ended:
             self._client.cancel(self.request_id, wants_summary=False)
@@ -119,13 +121,26 @@ class SequenceStream:
         elif len(self._tokens) > (most := self._limits.unread_tokens_max):
             self._tokens = []
             self._abandon(UnreadError(f"the client left more than {most} tokens unread"))
-        self._changed.set()
+        self._tell()
 
     def fail(self, error: BatonError) -> None:
         """End the stream, unless it has ended."""
         if not self._is_ended:
             self._error = error
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake who reads: at once for the first outputs, with a turn for all others."""
+        if not self._has_begun:
             self._changed.set()
+        elif not self._waits_for_turn:
+            self._waits_for_turn = True
+            self._turns.ask(self._go)
+
+    def _go(self) -> bool:
+        self._waits_for_turn = False
+        self._changed.set()
+        return not self._is_closed
 
     def _late(self) -> None:
         self._abandon(DeadlineError(f"no token came for {self._limits.token_wait_s:g} s"))
