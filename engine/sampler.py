@@ -11,12 +11,15 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from engine.batch_rules import BatchRules, Filters
 from engine.grammar import Masks, masks_of
 from engine.sequence import Sequence
 from engine.step import TokenOutput
 
+_RUN = 128
+"""Tokens that are drawn as one before one of them is, so that running sums of all are not needed."""
 _LIKELY = 1024
 """Most likely tokens that are looked at before all are sorted for top_p: 0.7 ms against 8 at 49,152 tokens."""
 
@@ -100,12 +103,23 @@ def draw(logits: torch.Tensor, filters: Filters, uniforms: NDArray[np.float64]) 
     # The largest becomes 0 first, so that a tiny temperature cannot overflow.
     scores = (logits - logits.amax(-1, keepdim=True)) / filters.temperature
     scores = keep_likely(scores, filters)
-    # In fp64: over a large vocabulary an fp32 running sum loses the unlikely tokens.
-    cumulative = scores.double().softmax(-1).cumsum(-1)
+    missing = -logits.shape[1] % _RUN
+    weights = (pad(scores.exp_(), (0, missing)) if missing else scores.exp_()).view(logits.shape[0], -1, _RUN)
+    # First the run of tokens, then the token in it. Running sums in fp64: fp32 would lose the unlikely ones.
+    runs = weights.sum(-1).double().cumsum(-1)
+    target = torch.from_numpy(uniforms).to(logits.device)[:, None] * runs[:, -1:]
+    run = _first_above(runs, target)
+    before = pad(runs, (1, 0)).gather(-1, run)
+    inside = weights.gather(1, run[..., None].expand(-1, -1, _RUN))[:, 0].double().cumsum(-1)
+    token = run * _RUN + _first_above(inside, target - before)
+    return token[:, 0].clamp_(max=logits.shape[1] - 1)
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return [R, 1] i64, the first place of each row of [R, N] running sums that is above the target, [R, 1]."""
     total = cumulative[:, -1:]
-    target = torch.from_numpy(uniforms).to(logits.device)[:, None] * total
-    target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    below = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, below, right=True).clamp_(max=cumulative.shape[1] - 1)
 
 
 def keep_likely(scores: torch.Tensor, filters: Filters) -> torch.Tensor:

@@ -148,6 +148,26 @@ def test_the_ends_of_the_unit_interval_meet_no_excluded_token(number: float) -> 
     assert drawn.tolist() == [1 if number == 0 else 3]
 
 
+@settings(max_examples=60, deadline=None)
+@given(vocab=st.sampled_from([127, 128, 129, 1000]), seed=st.integers(0, 1000), data=st.data())
+def test_the_drawn_token_is_where_the_cumulative_distribution_passes_the_number(
+    vocab: int, seed: int, data: st.DataObject
+) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[:, data.draw(st.integers(0, vocab - 1)) :: 7] = -torch.inf
+    logits[:, 100:120] = -torch.inf
+    numbers = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=3))
+    rules = [SamplingParams(temperature=0.7)] * 3
+
+    drawn = draw(logits, Filters.of(rules, vocab, logits.device), np.array(numbers))
+
+    shares = (logits.double() / 0.7).softmax(-1)
+    for row, (token, number) in enumerate(zip(drawn.tolist(), numbers, strict=True)):
+        assert shares[row, token] > 0
+        assert float(shares[row, :token].sum()) <= number + 1e-5
+        assert float(shares[row, : token + 1].sum()) >= number - 1e-5
+
+
 def test_positions_of_one_seed_and_seeds_of_one_position_are_spread_evenly() -> None:
     seeds, positions = np.arange(4000, dtype=np.uint64), np.arange(4000)
     one_seed, one_position = np.full(4000, 7, np.uint64), np.full(4000, 7)
