@@ -37,6 +37,8 @@ class Samples:
     ttft_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
     wall_s: float = 0.0
+    num_early: int = 0
+    """Requests that only warmed up: their times are not among these, but they cost the server as much."""
 
     @property
     def requests_per_s(self) -> float:
@@ -50,7 +52,12 @@ class Samples:
 
     def with_more(self, other: "Samples") -> "Samples":
         """Return both together."""
-        return Samples(self.ttft_s + other.ttft_s, self.num_tokens + other.num_tokens, self.wall_s + other.wall_s)
+        return Samples(
+            self.ttft_s + other.ttft_s,
+            self.num_tokens + other.num_tokens,
+            self.wall_s + other.wall_s,
+            self.num_early + other.num_early,
+        )
 
     def ttft_ms(self, percentile: float) -> float:
         """Return a percentile of the time to the first token."""
@@ -274,6 +281,7 @@ async def run_paced(face: Face, arrivals: Sequence[float], max_tokens: int, warm
                 slots += 1
             group.create_task(ask(free.pop(), due_s))
     samples.wall_s = arrivals[-1] - warm_s
+    samples.num_early = len(early.ttft_s)
     return samples
 
 

@@ -62,13 +62,14 @@ def ttft_rows(kind: str, shape: Shape, found: Found) -> list[BenchRow]:
     """Return rows of the time to the first token, less that without a server between."""
     rows = []
     ours, direct = _of(found, "ours"), _of(found, "direct")
+    num_requests = len(ours.samples.ttft_s) + ours.samples.num_early
     for percentile in (50, 99):
         base = direct.samples.ttft_ms(percentile)
         added = ours.samples.ttft_ms(percentile) - base
         goal = TTFT_GOAL_MS if shape.streams == 64 and percentile == 50 else None
         note = (
             f"{base:.2f} ms direct; {len(ours.samples.ttft_s)} requests of {shape.max_tokens} tokens "
-            f"{shape.step_s:g} s apart; {ours.cpu_s / len(ours.samples.ttft_s) * 1000:.1f} ms of CPU for each"
+            f"{shape.step_s:g} s apart; {ours.cpu_s / num_requests * 1000:.1f} ms of CPU for each"
         )
         label = f"{kind}: added TTFT p{percentile}, {shape.streams} streams"
         value = partial(_added_ms, percentile=percentile, base=base)
