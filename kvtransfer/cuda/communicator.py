@@ -21,13 +21,14 @@ class CudaCommunicators:
 
     def new_id(self) -> bytes:
         """See `Communicators.new_id`."""
-        return bytes(nccl.get_unique_id())
+        return bytes(char & 0xFF for char in nccl.get_unique_id())  # CuPy gives a tuple of signed numbers
 
     def join(self, name: bytes, rank: int) -> Communicator:
         """See `Communicators.join`."""
+        chars = tuple(byte - 256 if byte > 127 else byte for byte in name)  # and takes one: never bytes
         with self._gpu:
             try:
-                return CudaCommunicator(self._gpu, nccl.NcclCommunicator(2, name, rank), 1 - rank)
+                return CudaCommunicator(self._gpu, nccl.NcclCommunicator(2, chars, rank), 1 - rank)
             except nccl.NcclError as error:
                 raise TransferError(f"nccl: {error}") from error
 
