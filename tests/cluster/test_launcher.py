@@ -70,7 +70,7 @@ def test_each_gateway_listens_at_ports_of_its_own() -> None:
 @pytest.mark.parametrize("ports", [{"grpc_port": 8000, "http_port": 8002}, {"grpc_port": 65534, "http_port": 8000}])
 def test_gateways_whose_ports_would_meet_are_refused(ports: dict[str, int]) -> None:
     config(gateway={"count": 2, **ports})
-    with pytest.raises(ValueError, match="count 3 needs"):
+    with pytest.raises(ValueError, match="each of 3 gateways"):
         config(gateway={"count": 3, **ports})
 
 
