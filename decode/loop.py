@@ -238,7 +238,8 @@ class DecodeLoop:
         queued_tokens = sum(s.sequence.num_uncomputed for s in here if s.sequence.num_uncomputed > 1)
         running = len(scheduler.landing) + len(scheduler.running)
         counters, steps = self._counters + self._loader.counters, self.runner.count.to_pb()
-        return LoopLoad(queued_tokens, len(scheduler.waiting), running, self._is_draining, counters, steps)
+        fetches = self._loader.fetches
+        return LoopLoad(queued_tokens, len(scheduler.waiting), running, self._is_draining, counters, steps, fetches)
 
     def pool_changed(self) -> None:
         """Blocks came back, or a prefix came, from elsewhere: look at the queue again."""

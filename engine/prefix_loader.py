@@ -1,6 +1,7 @@
 """Bringing a prefix into the pool before its sequence is computed: from the tiers below, or from another worker."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -32,12 +33,20 @@ class PrefixLoader:
         self._worker_id = worker_id
         self._fetcher = PrefixFetcher(endpoint)
         self._counters: Counter[str] = Counter()
+        self._fetches = worker_pb2.FetchTotals()
 
     @property
     def counters(self) -> Counter[str]:
         """Of the worker's report."""
         tiers = self._engine.tiers
         return self._counters + (Counter() if tiers is None else tiers.counters)
+
+    @property
+    def fetches(self) -> worker_pb2.FetchTotals:
+        """What other workers have pushed, and how long that took: from this the router learns what a fetch costs."""
+        totals = worker_pb2.FetchTotals()
+        totals.CopyFrom(self._fetches)
+        return totals
 
     def is_worthwhile(self, sequence: Sequence, holder: worker_pb2.PrefixHolder | None) -> bool:
         """Return whether `load` could bring anything."""
@@ -83,6 +92,7 @@ class PrefixLoader:
             await self._fetcher.fetch(holder, num_before, missing, blocks)
             return len(blocks)
 
+        start = time.perf_counter()
         try:
             num_blocks = await self._bring(self._hashes(sequence)[: holder.num_blocks], fill, is_any_good=False)
         except BatonError as error:
@@ -91,7 +101,11 @@ class PrefixLoader:
             log(_logger, logging.INFO, "prefix not fetched", error=error, **fields)
         else:
             self._counters["prefix_fetches_total"] += 1
-            self._counters["fetched_tokens_total"] += num_blocks * self._engine.layout.block_tokens
+            num_tokens = num_blocks * self._engine.layout.block_tokens
+            self._counters["fetched_tokens_total"] += num_tokens
+            self._fetches.fetches += 1
+            self._fetches.tokens += num_tokens
+            self._fetches.seconds += time.perf_counter() - start
 
     async def _bring(self, hashes: list[bytes], fill: Fill, is_any_good: bool) -> int:
         """Fill blocks with what the pool lacks of a prefix; return how many came. They stay, kept under their hashes.

@@ -38,6 +38,7 @@ class LoopLoad(NamedTuple):
     is_draining: bool
     counters: Mapping[str, int]
     steps: worker_pb2.StepTotals | None = None
+    fetches: worker_pb2.FetchTotals | None = None
 
 
 class ServedLoop(Protocol):
@@ -182,6 +183,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             counters=load.counters,
             transfer_stats=self._endpoint.stats(),
             steps=load.steps,
+            fetches=load.fetches,
         )
 
     def _changed(self) -> None:

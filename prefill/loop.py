@@ -219,6 +219,7 @@ class PrefillLoop:
             self._is_draining,
             self._counters + self._loader.counters,
             self.runner.count.to_pb(),
+            self._loader.fetches,
         )
 
     def pool_changed(self) -> None:

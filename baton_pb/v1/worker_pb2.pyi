@@ -320,6 +320,7 @@ class LoadReport(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     TRANSFER_STATS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    FETCHES_FIELD_NUMBER: _builtins.int
     blocks_free: _builtins.int
     blocks_used: _builtins.int
     blocks_kept: _builtins.int
@@ -340,6 +341,10 @@ class LoadReport(_message.Message):
     def steps(self) -> Global___StepTotals:
         """What was computed since start; differences tell what a step costs."""
 
+    @_builtins.property
+    def fetches(self) -> Global___FetchTotals:
+        """Prefixes that other workers have pushed here on request; differences tell what a fetch costs."""
+
     def __init__(
         self,
         *,
@@ -354,16 +359,43 @@ class LoadReport(_message.Message):
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         transfer_stats: _abc.Iterable[Global___TransferStats] | None = ...,
         steps: Global___StepTotals | None = ...,
+        fetches: Global___FetchTotals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "fetches", b"fetches", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks_free", b"blocks_free", "blocks_kept", b"blocks_kept", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "queued_tokens", b"queued_tokens", "running_sequences", b"running_sequences", "steps", b"steps", "transfer_stats", b"transfer_stats", "transfers", b"transfers", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks_free", b"blocks_free", "blocks_kept", b"blocks_kept", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "fetches", b"fetches", "queued_tokens", b"queued_tokens", "running_sequences", b"running_sequences", "steps", b"steps", "transfer_stats", b"transfer_stats", "transfers", b"transfers", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class FetchTotals(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FETCHES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    fetches: _builtins.int
+    tokens: _builtins.int
+    seconds: _builtins.float
+    """From the asking until all was there, added up."""
+    def __init__(
+        self,
+        *,
+        fetches: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetches", b"fetches", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchTotals: _TypeAlias = FetchTotals  # noqa: Y015
 
 @_typing.final
 class StepTotals(_message.Message):

@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
+from cluster.router.fetch_model import ASK_S
 from cluster.router.question import Candidate, Question
 
 _HOST_TOKEN_S, _DISK_TOKEN_S = 2e-5, 2e-4
 """To bring a token's KV back to the pool: 131 KB at 6.5 GB/s and 650 MB/s."""
-_FETCH_S, _FETCH_TOKEN_S = 5e-3, 4e-5
-"""To have KV pushed by another worker: the asking, and each token at 3.2 GB/s."""
 
 
 class PrefillEstimate(NamedTuple):
@@ -141,7 +140,7 @@ def _estimate(question: Question, candidate: Candidate, step_s: float, num_decod
     outlook, num_tokens = question.outlook, question.num_tokens
     num_cached, restore_s = _cached(question, candidate)
     compute_s = candidate.prefill_s(num_tokens - num_cached, num_cached)
-    fetch_s, fetched_blocks = 0.0, 0
+    fetch_s, fetched_blocks, num_fresh = 0.0, 0, num_tokens - num_cached
     if (fetch := _fetch(question, candidate, num_cached, compute_s)) is not None:
         fetch_s, fetched_blocks, num_cached, compute_s = fetch
     num_new, backlog = num_tokens - num_cached, candidate.backlog
@@ -150,7 +149,7 @@ def _estimate(question: Question, candidate: Candidate, step_s: float, num_decod
     queue = max(0, len(backlog) - 1)
     harm_s = compute_s * (wait.num_delayed + queue / 2) + compute_s * num_decoding
     wait_s = wait.seconds * outlook.wait_factor + step_s
-    evict_s = _evict_s(question, candidate, num_new) if outlook.reuse_share else 0.0
+    evict_s = _evict_s(question, candidate, num_fresh) if outlook.reuse_share else 0.0
     spread_s = _spread_s(question, candidate, num_cached) if question.hot.num_blocks else 0.0
     target_s = question.ttft_target_s
     meets_target = target_s is None or wait_s + (restore_s + fetch_s) + compute_s <= target_s
@@ -214,7 +213,7 @@ def _fetch(question: Question, candidate: Candidate, num_cached: int, compute_s:
     cached = num_blocks * question.block_tokens
     if cached <= num_cached:
         return None
-    fetch_s = _FETCH_S + (cached - num_cached) * _FETCH_TOKEN_S
+    fetch_s = ASK_S + (cached - num_cached) * candidate.fetch_token_s
     rest_s = candidate.prefill_s(question.num_tokens - cached, cached)
     return _Fetch(fetch_s, num_blocks, cached, rest_s) if fetch_s < compute_s - rest_s else None
 
@@ -226,7 +225,8 @@ def _spread_s(question: Question, candidate: Candidate, num_cached: int) -> floa
 
 def _evict_s(question: Question, candidate: Candidate, num_new: int) -> float:
     evicted = max(0, min(num_new, candidate.pool_tokens) - candidate.free_tokens)
-    return evicted * candidate.model.token_s * question.outlook.reuse_share
+    # Whoever asks for it later has it computed again, or pushed by another worker that still has it.
+    return evicted * min(candidate.model.token_s, candidate.fetch_token_s) * question.outlook.reuse_share
 
 
 def _room_s(candidate: Candidate, needed: float, residence_s: float) -> float:

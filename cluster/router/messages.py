@@ -1,6 +1,7 @@
 """Protocol messages <-> the core's own types."""
 
 from baton_pb.v1 import router_pb2, transfer_pb2, worker_pb2
+from cluster.router.fetch_model import FetchTotals
 from cluster.router.front import Asked
 from cluster.router.holder_table import Tier
 from cluster.router.placement import Placement, PlacementRequest
@@ -113,6 +114,7 @@ def load_from_pb(load: worker_pb2.LoadReport) -> WorkerLoad:
         )
         if load.HasField("steps")
         else None,
+        FetchTotals(load.fetches.fetches, load.fetches.tokens, load.fetches.seconds),
     )
 
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from cluster.router.backlog import Backlog
+from cluster.router.fetch_model import STARTING_TOKEN_S
 from cluster.router.hits import NO_HITS, Hits, Level
 from cluster.router.hot_prefixes import NOT_HOT, Hot
 from cluster.router.step_model import STARTING, StepModel
@@ -38,6 +39,8 @@ class Candidate:
     """What its steps cost."""
     step_s: float = STARTING.base_s
     """A decode step's time with the present batch."""
+    fetch_token_s: float = STARTING_TOKEN_S
+    """Seconds that KV which another worker is asked for takes to come here, for each token."""
     exposed_token_s: float = EXPOSED_TOKEN_S
     """Seconds that a sequence waits here for its KV after its first token, for each token that is sent."""
     backlog: Backlog = field(default_factory=Backlog)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.router.backlog import Prompt
+from cluster.router.fetch_model import FetchLearner, FetchTotals
 from cluster.router.question import Candidate
 from cluster.router.room import AHEAD_S, Fulls
 from cluster.router.step_model import StepLearner, StepTotals
@@ -80,6 +81,7 @@ class WorkerLoad(NamedTuple):
     """Those that hold nothing; the rest is used or kept."""
     steps: StepTotals | None = None
     """None: it does not say."""
+    fetches: FetchTotals = FetchTotals()
 
 
 _NO_LOAD = WorkerLoad()
@@ -124,22 +126,25 @@ class Worker:
     load: WorkerLoad = _NO_LOAD
     account: Account = field(default_factory=Account)
     elders: StepLearner | None = None
-    """What the whole cluster has learned."""
+    """What the whole cluster has learned of steps."""
+    fetch_elders: FetchLearner | None = None
+    """Likewise of fetches."""
     ahead_s: float = AHEAD_S
     fulls: Fulls = field(default_factory=Fulls)
     """Counts it while it is full."""
     candidate: Candidate = field(init=False)
     _learner: StepLearner = field(init=False)
+    _fetches: FetchLearner = field(init=False)
     _unplaced: _Unplaced = _NONE_UNPLACED
 
     def __post_init__(self) -> None:
         self.candidate = Candidate(self.info.worker_id, self.info.role is Role.BOTH)
-        self._learner = StepLearner(elders=self.elders)
+        self._learn_anew()
 
     def greet(self, facts: WorkerFacts) -> None:
         """Take a handshake: this is another life, and perhaps another machine."""
         self.facts = facts
-        self._learner = StepLearner(elders=self.elders)
+        self._learn_anew()
         self.candidate.model = self._learner.model
         self.candidate.pool_tokens = facts.pool_tokens
         self.candidate.backlog.token_budget = facts.token_budget
@@ -202,6 +207,8 @@ class Worker:
             step_s = 0.0 if before is None else load.steps.mean_step_s(before)
             candidate.backlog.progressed(load.steps.prompt_tokens, step_s, now)
         candidate.token_s = candidate.model.token_s
+        self._fetches.report(load.fetches)
+        candidate.fetch_token_s = self._fetches.token_s
         self._refresh()
 
     def forget_report(self) -> None:
@@ -230,6 +237,9 @@ class Worker:
             return False
         most = num_tokens + max_output_tokens
         return most <= self.facts.pool_tokens or most >= self.facts.context_tokens
+
+    def _learn_anew(self) -> None:
+        self._learner, self._fetches = StepLearner(elders=self.elders), FetchLearner(self.fetch_elders)
 
     def _refresh(self) -> None:
         """Reckon the load: what was reported, and how the account has changed since then."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.router.fetch_model import FetchLearner
 from cluster.router.question import TrackedGroup
 from cluster.router.room import AHEAD_S, Fulls
 from cluster.router.step_model import StepLearner
@@ -52,7 +53,7 @@ class WorkerTable:
         self.fulls = Fulls()
         self._ahead_s = ahead_s
         self._workers: dict[str, Worker] = {}
-        self._elders = StepLearner()
+        self._elders, self._fetch_elders = StepLearner(), FetchLearner()
         self._ready: dict[tuple[Role, ...], Ready] = {}
         self.absent: tuple[WorkerInfo, ...] = ()
         """Those that should exist and have no process now; they have no row."""
@@ -85,7 +86,13 @@ class WorkerTable:
             self._workers.pop(worker_id).leave()
         new = [info for worker_id, info in wanted.items() if worker_id not in self._workers]
         for info in new:
-            self._workers[info.worker_id] = Worker(info, elders=self._elders, ahead_s=self._ahead_s, fulls=self.fulls)
+            self._workers[info.worker_id] = Worker(
+                info,
+                elders=self._elders,
+                fetch_elders=self._fetch_elders,
+                ahead_s=self._ahead_s,
+                fulls=self.fulls,
+            )
         return new, left
 
     def move(self, worker: Worker, state: State, reason: str = "") -> None:

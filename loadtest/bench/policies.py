@@ -33,7 +33,7 @@ from loadtest.simulator.simulate import Simulation
 from loadtest.workload import ConversationWorkload, MooncakeWorkload, Session, SyntheticWorkload, take
 
 _SLO = Slo(ttft_s=5.0, tpot_s=0.05)
-_WORKERS, _REQUESTS = 32, 4000
+_WORKERS, _REQUESTS = 32, 12_000
 _BASELINE, _OURS = "round_robin", "cost"
 _GOODPUT_GOAL = 1.5
 """Times that of the baseline, where there is anything to win: on shared prefixes, beyond capacity."""

@@ -65,7 +65,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Without the index of 10 million blocks.")] = False,
     only: Annotated[str | None, typer.Option(help="One policy instead of all.")] = None,
     peer: Annotated[Path, typer.Option(help="Venv that loadtest/bench/peers/radix.sh has made.")] = _PEER,
-    policies: Annotated[bool, typer.Option(help="Simulate all policies afterwards, one or two minutes.")] = True,
+    policies: Annotated[bool, typer.Option(help="Simulate all policies afterwards, some five minutes.")] = True,
     trace: Annotated[Path | None, typer.Option(help="For that: Mooncake JSONL instead of conversations.")] = None,
 ) -> None:
     """Measure placements per second, p99 decision time and index bytes, and the index beside Dynamo's."""

@@ -174,6 +174,7 @@ class SimulatedCluster:
             used_blocks=pool.num_used,
             free_blocks=pool.num_free,
             steps=worker.done.totals,
+            fetches=worker.fetches,
         )
         self.router.report(worker.worker_id, load)
         self.front.pump()
@@ -229,10 +230,12 @@ class SimulatedCluster:
             then()
             return
         num_bytes = missing * self._profile.block_tokens * self._profile.kv_bytes_per_token
-        end = transfer(self.link_of(job.holder), worker.link, num_bytes, self._profile, self._timeline.now())
+        start = self._timeline.now()
+        end = transfer(self.link_of(job.holder), worker.link, num_bytes, self._profile, start)
 
         def fetched() -> None:
             worker.receive(names)
+            worker.fetched(missing * self._profile.block_tokens, self._timeline.now() - start)
             self.on_load(worker)
             then()
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from cluster.router.fetch_model import FetchTotals
 from common.errors import OverloadedError
 from engine.bookkeeping import Bookkeeping
 from loadtest.simulator.job import Job
@@ -35,6 +36,7 @@ class SimulatedWorker:
         self.worker_id = worker_id
         self.books = Bookkeeping(profile.pool_blocks, profile.block_tokens, profile.context_tokens)
         self.done = StepCount()
+        self.fetches = FetchTotals()
         self.link = Link()
         self.reported_at = -math.inf
         """When it last told its load, or will: before that it need not be asked again."""
@@ -72,6 +74,11 @@ class SimulatedWorker:
             fresh = []
         pool.seal_all(fresh, names[len(blocks) : len(blocks) + len(fresh)])
         pool.release(blocks + fresh)
+
+    def fetched(self, num_tokens: int, seconds: float) -> None:
+        """Count a prefix that another worker has pushed."""
+        before = self.fetches
+        self.fetches = FetchTotals(before.fetches + 1, before.tokens + num_tokens, before.seconds + seconds)
 
     def check_idle(self) -> None:
         """Assert that no request is here and no block is held."""

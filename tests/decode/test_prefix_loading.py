@@ -53,6 +53,10 @@ def test_a_prefill_worker_fetches_what_another_has_computed() -> None:
         assert answer.finished.cached_tokens == 28
         assert computed(second) == 2
         assert counters(second)["fetched_tokens_total"] == 28
+        fetches = second.loop.load().fetches
+        assert fetches is not None
+        assert (fetches.fetches, fetches.tokens) == (1, 28)
+        assert fetches.seconds > 0
 
     run(scenario)
 

@@ -1,6 +1,7 @@
 """The least time, of this request and of those it hinders, within the targets. See README.md."""
 
 from collections.abc import Sequence
+from heapq import nsmallest
 from random import Random
 from typing import Protocol
 
@@ -8,6 +9,8 @@ from cluster.router.pairs import DecodeHalf, Margin, Pairs, PrefillHalf
 from cluster.router.policies.policy import Choice
 from cluster.router.question import Candidate, Group, Question
 
+_IDLE = 4
+"""Least busy prefill workers that are weighed: tokens in queue do not tell exactly who is the cheapest."""
 _FEW = 4
 """Holders of equally much of a prompt that are weighed one by one; of more, only the least busy."""
 _LEVELS = 4
@@ -33,8 +36,8 @@ class Cost:
 
     def weigh(self, question: Question, rng: Random) -> Pairs:
         """Return the pairs worth considering."""
-        prefill = _worth_considering(question, question.prefill, _prefill_loads, rng)
-        decode = _worth_considering(question, question.decode, _decode_loads, rng)
+        prefill = _worth_considering(question, question.prefill, _prefill_loads, _IDLE, rng)
+        decode = _worth_considering(question, question.decode, _decode_loads, 1, rng)
         return Pairs(
             [PrefillHalf.of(question, worker) for worker in prefill],
             [DecodeHalf.of(question, worker) for worker in decode],
@@ -45,17 +48,20 @@ class _Loads(Protocol):
     def __call__(self, question: Question, candidates: Sequence[Candidate]) -> list[float]: ...
 
 
-def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Random) -> Sequence[Candidate]:
+def _worth_considering(
+    question: Question, group: Group, loads: _Loads, num_idle: int, rng: Random
+) -> Sequence[Candidate]:
     """Return the least busy candidate, and those of the holders of the prompt's beginning that may be better.
 
-    Of workers that hold equally much, none but the least busy can be the cheapest; so the number of those weighed does
-    not grow with the cluster.
+    Of workers that hold equally much, hardly any but the least busy can be the cheapest; so the number of those weighed
+    does not grow with the cluster.
     """
     if not group.members:
         return ()
     seen = _drawn(group.members, rng)
-    idlest = _least(seen, loads(question, seen), rng)
-    found = {idlest.worker_id: idlest}
+    idle = _idlest(seen, loads(question, seen), num_idle)
+    found = {candidate.worker_id: candidate for candidate in idle}
+    idlest = idle[0]
     hits = question.hits
     for level in hits.levels[: -_LEVELS - 1 : -1]:  # the deepest first
         holders = level.holders & group.bits(hits.bits)
@@ -73,12 +79,17 @@ def _worth_considering(question: Question, group: Group, loads: _Loads, rng: Ran
 def _drawn(members: Sequence[Candidate], rng: Random) -> Sequence[Candidate]:
     """Return _MANY of the members, or all of so few: neighbours from a place drawn at random, which takes one draw.
 
-    Each is as likely as any other to be among them, and neighbours have nothing in common but their numbers.
+    Each is as likely as any other to be among them, and to come first of equals; neighbours have nothing in common but
+    their numbers.
     """
-    if len(members) <= _MANY:
-        return members
-    start = rng.randrange(len(members))
-    return [*members[start : start + _MANY], *members[: max(0, start + _MANY - len(members))]]
+    start, count = rng.randrange(len(members)), min(_MANY, len(members))
+    return [*members[start : start + count], *members[: max(0, start + count - len(members))]]
+
+
+def _idlest(candidates: Sequence[Candidate], loads: Sequence[float], count: int) -> Sequence[Candidate]:
+    """Return the least busy, the least first; of equals those that come first."""
+    places = nsmallest(count, range(len(loads)), key=loads.__getitem__)
+    return [candidates[place] for place in places]
 
 
 def _least(candidates: Sequence[Candidate], loads: Sequence[float], rng: Random) -> Candidate:
@@ -88,7 +99,7 @@ def _least(candidates: Sequence[Candidate], loads: Sequence[float], rng: Random)
 
 def _prefill_loads(question: Question, candidates: Sequence[Candidate]) -> list[float]:
     tokens = question.num_tokens
-    return [candidate.backlog_s + tokens * candidate.token_s for candidate in candidates]
+    return [(candidate.queued_tokens + tokens) * candidate.token_s for candidate in candidates]
 
 
 def _decode_loads(question: Question, candidates: Sequence[Candidate]) -> list[float]:  # noqa: ARG001 - see _Loads

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from cluster.router.fetch_model import FetchTotals
 from cluster.router.placement import PlacementRequest, Reservation
 from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
@@ -93,6 +94,19 @@ def test_what_another_worker_holds_is_fetched_where_that_is_faster_than_computin
     assert fetch_of(router, [*long, 1]) == ("d0", 90)
     assert fetch_of(router, [*short, 1]) is None
     assert fetch_of(router, [7, *long]) is None
+
+
+@pytest.mark.parametrize(("token_s", "fetched"), [(1e-6, ("d0", 90)), (1e-2, None)])
+def test_where_fetches_have_been_slow_a_prompt_is_computed(token_s: float, fetched: tuple[str, int] | None) -> None:
+    long = list(range(360))
+    router = make(P0, D0, D1, policy="cost")
+    router.index.apply("d0", 1, True, chain_hashes(long, BLOCK))
+    router.report("d0", WorkerLoad(running_sequences=60))  # too busy to prefill
+
+    for name in ("p0", "d1"):
+        router.report(name, WorkerLoad(fetches=FetchTotals(1, 1000, 1000 * token_s)))
+
+    assert fetch_of(router, [*long, 1]) == fetched
 
 
 def test_nothing_is_fetched_for_a_policy_that_does_not_reckon_in_seconds_or_of_what_is_only_expected() -> None:
