@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from baton_pb.v1 import admin_pb2, admin_pb2_grpc, router_pb2
+from cluster.gateway.choices import choice_id
 from cluster.gateway.counts import Counts
 from cluster.gateway.degraded import degraded
 from cluster.gateway.inference import InferenceService
@@ -44,8 +45,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         async with rpc_errors_to_status(context):
             reply = await self._router.explain(request.request_id)
             if not reply.placements:
+                reply = await self._explain_choices(request.request_id)
+            if not reply.placements:
                 raise NotFoundError(f"the router does not remember a placement of request {request.request_id!r}")
             return reply
+
+    async def _explain_choices(self, request_id: str) -> router_pb2.ExplainReply:
+        """Say why the choices of a request with several of them went where they did."""
+        found, number = router_pb2.ExplainReply(), 0
+        while (reply := await self._router.explain(choice_id(request_id, number))).placements:
+            found.MergeFrom(reply)
+            number += 1
+        return found
 
     async def GetStatus(
         self,

@@ -72,7 +72,12 @@ def choices_of(
 
 def choice_ids(request_id: str, count: int) -> Sequence[str]:
     """Return the ids of a request's choices, by which router and workers know them."""
-    return [request_id] if count == 1 else [f"{request_id}.{number}" for number in range(count)]
+    return [request_id] if count == 1 else [choice_id(request_id, number) for number in range(count)]
+
+
+def choice_id(request_id: str, number: int) -> str:
+    """Return the id of one of a request's several choices."""
+    return f"{request_id}.{number}"
 
 
 def choices_of_call(

@@ -121,6 +121,8 @@ def test_all_choices_of_an_answer_are_explained(model_dir: Path) -> None:
 
             placements = json.loads(dict(await asking.trailing_metadata())[ANSWER_KEY])["placements"]
             assert [placement["request_id"] for placement in placements] == ["mine.0", "mine.1", "mine.2"]
+            reply = await explained(cluster, "mine")
+            assert [placement.request_id for placement in reply.placements] == ["mine.0", "mine.1", "mine.2"]
 
     run(scenario())
 
