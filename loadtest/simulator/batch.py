@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from decode.scheduler import PlannedChunk, StepPlan, Stream
 from engine.bookkeeping import Bookkeeping
@@ -25,8 +24,13 @@ class SimulatedStream(Stream):
 
     def gaps(self) -> tuple[float, ...]:
         """Return the seconds between its tokens."""
-        ends = [stretch.end_of(step + 1) for stretch in self.stretches for step in range(stretch.num_steps)]
-        return tuple(after - before for before, after in pairwise([self.job.first_token, *ends]))
+        found, last = list[float](), self.job.first_token
+        for stretch in self.stretches:
+            first, *others = stretch.durations()
+            found.append(stretch.start + first - last)
+            found += others
+            last = stretch.end_of(stretch.num_steps)
+        return tuple(found)
 
 
 Chunk = PlannedChunk[SimulatedStream]
@@ -65,8 +69,10 @@ class Batch:
             sequence = stream.sequence
             num_tokens = sequence.num_tokens
             context += num_tokens
-            num_left = min(num_left, stream.end_tokens - num_tokens)
-            filled = max(filled, sequence.num_computed % block_tokens)
+            if stream.end_tokens - num_tokens < num_left:  # no min, no max: this is the simulation's inner loop
+                num_left = stream.end_tokens - num_tokens
+            if sequence.num_computed % block_tokens > filled:
+                filled = sequence.num_computed % block_tokens
             if num_tokens == sequence.num_prompt_tokens + 1:
                 fresh.append(stream.job)
         num_steps = 1

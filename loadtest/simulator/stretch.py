@@ -53,6 +53,11 @@ class Stretch:
         """Return when the first `count` steps are over."""
         return self.start + count * self.first_s + self.growth_s * count * (count - 1) / 2
 
+    def durations(self) -> list[float]:
+        """Return the seconds of each step."""
+        first_s, growth_s = self.first_s, self.growth_s
+        return [first_s + growth_s * step for step in range(self.num_steps)]
+
     def steps_begun(self, now: float) -> int:
         """Return how many steps have begun before `now`, at least 1: a newcomer waits for the last one's end."""
         elapsed = now - self.start
