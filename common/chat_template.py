@@ -58,6 +58,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **extra: Any,
@@ -68,15 +69,16 @@ class ChatTemplate:
             messages: `role` and `content` of each, and whatever else the template knows.
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: end with the last message's text instead, which is to be continued.
-            extra: further variables of the template, e.g. `tools`.
+            extra: further variables of the template, e.g. `tools`; whatever a client calls them, `self` too.
 
         Raises:
             InvalidRequestError: the template refuses these messages, in its own words.
         """
-        variables = {"tools": None, "documents": None, **self._special_tokens, **extra}
+        variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **extra}
+        variables["messages"] = messages
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            begins_turn = add_generation_prompt and not continue_final_message
-            prompt = self._template.render(messages=messages, add_generation_prompt=begins_turn, **variables)
+            prompt = self._template.render(variables)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             # A template meets input that its author did not think of as a Python error.
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error

@@ -99,7 +99,7 @@ class Text:
             return self._token_bytes(token_id)
         return self.token(token_id).encode()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **extra: Any) -> list[int]:
         """Return the prompt of a conversation, up to the beginning of the assistant's turn.
 
         Args:

@@ -1,6 +1,5 @@
 """A conversation: what its messages must be, and how they are handed to the model's template."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from cluster.gateway.limits import Limits
 from cluster.gateway.parsing.interface import Tool
 from cluster.gateway.tool_use import tools_from_pb
 from common.errors import InvalidRequestError
-from common.grammar import parsed_schema
+from common.grammar import parsed_object, parsed_schema
 
 Message = Mapping[str, Any]
 """As chat templates know them: role, content, and what else the message has."""
@@ -105,12 +104,7 @@ def _joined(number: int, message: inference_pb2.ChatMessage) -> str:
 def _call(path: str, call: inference_pb2.ToolCall) -> dict[str, Any]:
     if not call.name:
         raise InvalidRequestError(f"{path}.name is missing")
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{path}.arguments is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{path}.arguments must be a JSON object, got {type(arguments).__name__}")
+    arguments = parsed_object(call.arguments or "{}", f"{path}.arguments")
     # An object, not text: so templates written for transformers have it.
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

@@ -127,7 +127,7 @@ class HttpHost:
 
 
 class _Connection(H11Protocol):
-    """A connection that gives a client only so long to send a request's head."""
+    """A connection that gives a client only so long to send a request's head, or a body that nobody waits for."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, limits: HttpConfig, gone: asyncio.Event) -> None:
         super().__init__(config, state, {})
@@ -148,13 +148,25 @@ class _Connection(H11Protocol):
         self._gone.set()
 
     def data_received(self, data: bytes) -> None:
-        """Read on. Part of a head starts the clock, a whole one stops it."""
+        """Read on. Part of a head starts the clock, a whole one stops it, unless it was answered without its body."""
         super().data_received(data)
         is_between = self.conn.their_state is h11.IDLE
         if not is_between:
-            self._expect_nothing()
+            if not self._is_owed_a_body:
+                self._expect_nothing()
         elif self._late is None and self.conn.trailing_data[0] and not self.transport.is_closing():
             self._late = self.loop.call_later(self._arrival_s, self.transport.abort)
+
+    def on_response_complete(self) -> None:
+        """Go on. What is left of a body whose request was refused may come, but not for ever."""
+        super().on_response_complete()
+        # uvicorn's own timer ends with the next byte.
+        if self._is_owed_a_body and self._late is None and not self.transport.is_closing():
+            self._late = self.loop.call_later(self._arrival_s, self.transport.abort)
+
+    @property
+    def _is_owed_a_body(self) -> bool:
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def reset(self) -> None:
         """Drop the connection and all that its client has not read, in the kernel's buffers too."""

@@ -196,6 +196,61 @@ def test_a_request_that_comes_too_slowly_is_ended(model_dir: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("framing", ["content-length: 999999", "transfer-encoding: chunked"])
+def test_who_was_refused_cannot_hold_a_connection_by_sending_on(model_dir: Path, framing: str) -> None:
+    async def scenario() -> None:
+        limits = {"arrival_s": 0.2, "idle_s": 1}
+        async with fake_cluster(model_dir, http=limits) as cluster, wire(cluster) as connection:
+            connection.writer.write(f"POST /nowhere HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n".encode())
+            assert (await connection.response()).status == 404
+            connection.writer.write(b"5\r\nab")
+
+            assert await connection.is_closed()
+
+    run(scenario())
+
+
+def test_a_refused_body_that_comes_late_leaves_its_connection_usable(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster, wire(cluster) as connection:
+            connection.send("/nowhere", b"", content_length="4")
+            assert (await connection.response()).status == 404
+            connection.writer.write(b"late")
+            connection.send("/health", method="GET")
+
+            assert (await connection.response()).status == 200
+
+    run(scenario())
+
+
+def test_arguments_that_no_template_can_write_are_refused_by_their_path(model_dir: Path) -> None:
+    # Python's parser takes half a character, and nesting up to a depth that depends on who calls it.
+    deep = ('{"a":' * depth + "1" + "}" * depth for depth in range(900, 960))
+    path = "messages[1].tool_calls[0].function.arguments"
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            for arguments in ('{"a": "\\ud800"}', '{"\\udfff": 1}', *deep):
+                call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+                messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+
+                answer = await post(cluster, "/v1/chat/completions", {**CHAT, "messages": messages})
+
+                assert (answer.status, answer.error["message"].startswith(f"{path} is not JSON")) == (400, True)
+
+    run(scenario())
+
+
+def test_a_variable_of_the_template_may_have_any_name(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            more = {"chat_template_kwargs": {"self": 1, "source": 2, "text": 3, "": 4}}
+
+            assert (await post(cluster, "/v1/chat/completions", {**CHAT, **more})).status == 200
+
+    run(scenario())
+
+
 def test_what_is_no_http_and_a_head_that_is_too_long_are_told_so(model_dir: Path) -> None:
     long = b"GET /health HTTP/1.1\r\nhost: x\r\nbig: " + b"x" * 5000
     cases = [
