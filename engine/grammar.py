@@ -27,6 +27,8 @@ WAITING_MAX = 64
 COMPILE_S = 10.0
 """Longest wait for a compiled grammar. Within its limits the library takes milliseconds."""
 RETRY_AFTER_S = 1.0
+_DISOBEYS = "doesn't satisfy the grammar"
+"""The library's words for a wrong token; what else it refuses was too much for its limits."""
 
 
 class Matcher:
@@ -52,7 +54,9 @@ class Matcher:
         """
         for token_id in output[self._num_taken :]:
             if not self._state.consume_token(token_id):
-                raise BatonError(f"token {self._num_taken} of the output does not obey its grammar")
+                if _DISOBEYS in (trouble := self._trouble()):
+                    raise BatonError(f"token {self._num_taken} of the output does not obey its grammar")
+                raise InvalidRequestError(f"grammar is too complex at token {self._num_taken}: {trouble}")
             self._num_taken += 1
         words = np.zeros(self._num_words, dtype=np.int32)
         self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.errors import BatonError, InvalidRequestError
-from common.grammar import Form, constraint_of, json_form
+from common.grammar import CHOICES_MAX, Form, constraint_of, json_form
 from common.tiny_text import write_tokenizer
 from engine.grammar import CACHED_MAX, Grammars, Matcher
 from engine.sampler import Sampler
@@ -153,6 +153,41 @@ def test_an_output_that_never_obeyed_fails_its_row_alone(grammars: Grammars) -> 
 
     assert outputs[0].error is None
     assert type(outputs[1].error) is BatonError
+
+
+_LEVELS = 200
+_AMBIGUOUS = "a0+\n" + "".join(f"a{i}: a{i + 1} | a{i + 1} a{i + 1}\n" for i in range(_LEVELS)) + f"a{_LEVELS}: /[a-z]/"
+"""Each mask is reckoned from thousands of ways to read what there is; with a large vocabulary it took 0.4 s."""
+_WIDE = " | ".join(f'"a" /{number}b*/' for number in range(3 * CHOICES_MAX))
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"), [(_AMBIGUOUS, "after 0 tokens"), (_WIDE, "at token 0")], ids=["ambiguous", "wide"]
+)
+def test_a_grammar_that_takes_long_to_follow_ends_its_request_as_the_clients_fault(
+    folder: Path, grammars: Grammars, rule: str, words: str
+) -> None:
+    [letter] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a", add_special_tokens=False).ids
+    [matcher] = _matchers(grammars, constraint_of(Form(f"start: {rule}")), 1)
+
+    def follow() -> None:
+        matcher.allowed([])
+        matcher.allowed([letter])
+
+    with pytest.raises(InvalidRequestError, match=f"grammar is too complex {words}"):
+        follow()
+
+
+def test_as_many_choices_as_may_be_given_can_be_followed(folder: Path, grammars: Grammars) -> None:
+    texts = [f"a{number}" for number in range(CHOICES_MAX)]
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(texts[-1], add_special_tokens=False).ids
+    rule = " | ".join(f'"{text}"' for text in texts)
+    [matcher] = _matchers(grammars, constraint_of(Form(f"start: {rule}")), 1)
+
+    for count in range(len(ids) + 1):
+        allowed = np.flatnonzero(np.unpackbits(matcher.allowed(ids[:count]).view(np.uint8), bitorder="little"))
+
+        assert [*ids, EOS][count] in allowed
 
 
 def test_more_grammars_than_are_kept_are_compiled_anew_and_wrong_ones_are_refused_each_time(grammars: Grammars) -> None:
