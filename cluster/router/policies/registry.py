@@ -1,4 +1,4 @@
-"""The policies by their names in the config. A new one is a file beside this one and a line here."""
+"""The policies by their names in the config. A new one is a file beside this one and its name here. See README.md."""
 
 from collections.abc import Callable, Sequence
 
