@@ -38,8 +38,9 @@ class PrefixLoader:
     @property
     def counters(self) -> Counter[str]:
         """Of the worker's report."""
-        tiers = self._engine.tiers
-        return self._counters + (Counter() if tiers is None else tiers.counters)
+        tiers, fetches = self._engine.tiers, self._fetches
+        fetched = Counter(prefix_fetches_total=fetches.fetches, fetched_tokens_total=fetches.tokens)
+        return self._counters + fetched + (Counter() if tiers is None else tiers.counters)
 
     @property
     def fetches(self) -> worker_pb2.FetchTotals:
@@ -100,11 +101,8 @@ class PrefixLoader:
             fields = {"request_id": sequence.request_id, "worker_id": self._worker_id, "holder": holder.worker_id}
             log(_logger, logging.INFO, "prefix not fetched", error=error, **fields)
         else:
-            self._counters["prefix_fetches_total"] += 1
-            num_tokens = num_blocks * self._engine.layout.block_tokens
-            self._counters["fetched_tokens_total"] += num_tokens
             self._fetches.fetches += 1
-            self._fetches.tokens += num_tokens
+            self._fetches.tokens += num_blocks * self._engine.layout.block_tokens
             self._fetches.seconds += time.perf_counter() - start
 
     async def _bring(self, hashes: list[bytes], fill: Fill, is_any_good: bool) -> int:

@@ -51,7 +51,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             return reply
 
     async def _explain_choices(self, request_id: str) -> router_pb2.ExplainReply:
-        """Say why the choices of a request with several of them went where they did."""
+        """Say why the choices of a request with several of them went where they did.
+
+        As many questions as there are choices, which the router's memory bounds, and no further than one it forgot.
+        """
         found, number = router_pb2.ExplainReply(), 0
         while (reply := await self._router.explain(choice_id(request_id, number))).placements:
             found.MergeFrom(reply)

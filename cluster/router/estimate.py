@@ -139,8 +139,9 @@ def _estimate(question: Question, candidate: Candidate, step_s: float, num_decod
     """Estimate prefill beside so many sequences that decode, the running step of which takes `step_s`."""
     outlook, num_tokens = question.outlook, question.num_tokens
     num_cached, restore_s = _cached(question, candidate)
-    compute_s = candidate.prefill_s(num_tokens - num_cached, num_cached)
-    fetch_s, fetched_blocks, num_fresh = 0.0, 0, num_tokens - num_cached
+    num_missing = num_tokens - num_cached  # whether it is computed or fetched, it takes room in the pool
+    compute_s = candidate.prefill_s(num_missing, num_cached)
+    fetch_s, fetched_blocks = 0.0, 0
     if (fetch := _fetch(question, candidate, num_cached, compute_s)) is not None:
         fetch_s, fetched_blocks, num_cached, compute_s = fetch
     num_new, backlog = num_tokens - num_cached, candidate.backlog
@@ -149,7 +150,7 @@ def _estimate(question: Question, candidate: Candidate, step_s: float, num_decod
     queue = max(0, len(backlog) - 1)
     harm_s = compute_s * (wait.num_delayed + queue / 2) + compute_s * num_decoding
     wait_s = wait.seconds * outlook.wait_factor + step_s
-    evict_s = _evict_s(question, candidate, num_fresh) if outlook.reuse_share else 0.0
+    evict_s = _evict_s(question, candidate, num_missing) if outlook.reuse_share else 0.0
     spread_s = _spread_s(question, candidate, num_cached) if question.hot.num_blocks else 0.0
     target_s = question.ttft_target_s
     meets_target = target_s is None or wait_s + (restore_s + fetch_s) + compute_s <= target_s
@@ -223,8 +224,8 @@ def _spread_s(question: Question, candidate: Candidate, num_cached: int) -> floa
     return question.hot.share * candidate.prefill_s(fresh, num_cached) if fresh > 0 else 0.0
 
 
-def _evict_s(question: Question, candidate: Candidate, num_new: int) -> float:
-    evicted = max(0, min(num_new, candidate.pool_tokens) - candidate.free_tokens)
+def _evict_s(question: Question, candidate: Candidate, num_missing: int) -> float:
+    evicted = max(0, min(num_missing, candidate.pool_tokens) - candidate.free_tokens)
     # Whoever asks for it later has it computed again, or pushed by another worker that still has it.
     return evicted * min(candidate.model.token_s, candidate.fetch_token_s) * question.outlook.reuse_share
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 ASK_S = 5e-3
 """Of a fetch, whatever is fetched: the holder is asked, and reads the question."""
 STARTING_TOKEN_S = 1e-5
-"""Of each token, before anything was fetched: soon put right where it is too little, and never tried if too much."""
+"""Of each token, before anything was fetched. Too little is put right by the first fetch that succeeds; with too much
+nothing is ever fetched. One that fails, or takes too long for its worker, teaches nothing."""
 _TOKEN_MIN_S = 1e-8
 _GAIN, _SURPRISE_MAX = 0.3, 1.0
 """Weight of a later observation, and the logarithm up to which it may surprise: one disturbed fetch changes little."""
@@ -45,9 +46,10 @@ class FetchLearner:
             return
         if tokens := totals.tokens - before.tokens:
             seconds = totals.seconds - before.seconds - ASK_S * (totals.fetches - before.fetches)
-            self.observe(max(_TOKEN_MIN_S, seconds / tokens))
+            token_s = max(_TOKEN_MIN_S, seconds / tokens)
+            self.observe(token_s)
             if self._elders is not None:
-                self._elders.observe(max(_TOKEN_MIN_S, seconds / tokens))
+                self._elders.observe(token_s)
 
     def observe(self, token_s: float) -> None:
         """Learn from fetches that took so many seconds for each token, more than 0."""

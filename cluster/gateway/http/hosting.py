@@ -150,19 +150,18 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Read on. Part of a head starts the clock, a whole one stops it, unless it was answered without its body."""
         super().data_received(data)
-        is_between = self.conn.their_state is h11.IDLE
-        if not is_between:
-            if not self._is_owed_a_body:
-                self._expect_nothing()
-        elif self._late is None and self.conn.trailing_data[0] and not self.transport.is_closing():
-            self._late = self.loop.call_later(self._arrival_s, self.transport.abort)
+        if self.conn.their_state is h11.IDLE:
+            if self.conn.trailing_data[0]:
+                self._expect_more()
+        elif not self._is_owed_a_body:
+            self._expect_nothing()
 
     def on_response_complete(self) -> None:
         """Go on. What is left of a body whose request was refused may come, but not for ever."""
         super().on_response_complete()
         # uvicorn's own timer ends with the next byte.
-        if self._is_owed_a_body and self._late is None and not self.transport.is_closing():
-            self._late = self.loop.call_later(self._arrival_s, self.transport.abort)
+        if self._is_owed_a_body:
+            self._expect_more()
 
     @property
     def _is_owed_a_body(self) -> bool:
@@ -186,6 +185,10 @@ class _Connection(H11Protocol):
             events = (h11.Response(status_code=refusal.status, headers=headers), data, h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
+
+    def _expect_more(self) -> None:
+        if self._late is None and not self.transport.is_closing():
+            self._late = self.loop.call_later(self._arrival_s, self.transport.abort)
 
     def _expect_nothing(self) -> None:
         if self._late is not None:

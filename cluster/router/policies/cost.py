@@ -51,7 +51,7 @@ class _Loads(Protocol):
 def _worth_considering(
     question: Question, group: Group, loads: _Loads, num_idle: int, rng: Random
 ) -> Sequence[Candidate]:
-    """Return the least busy candidate, and those of the holders of the prompt's beginning that may be better.
+    """Return the `num_idle` least busy, and those of the holders of the prompt's beginning that may be better.
 
     Of workers that hold equally much, hardly any but the least busy can be the cheapest; so the number of those weighed
     does not grow with the cluster.
@@ -61,12 +61,11 @@ def _worth_considering(
     seen = _drawn(group.members, rng)
     idle = _idlest(seen, loads(question, seen), num_idle)
     found = {candidate.worker_id: candidate for candidate in idle}
-    idlest = idle[0]
     hits = question.hits
     for level in hits.levels[: -_LEVELS - 1 : -1]:  # the deepest first
         holders = level.holders & group.bits(hits.bits)
         count = holders.bit_count()
-        if count > _FEW and holders & hits.bits.get(idlest.worker_id, 0):
+        if count > _FEW and holders & hits.bits.get(idle[0].worker_id, 0):
             continue  # the least busy of all is the least busy of these
         first = rng.choice(seen).worker_id if count > _HOLDERS else ""
         members = hits.those_of(holders, group.by_id, _HOLDERS, first)
