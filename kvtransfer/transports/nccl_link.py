@@ -22,6 +22,10 @@ T = TypeVar("T")
 _SENDER, _RECEIVER = 0, 1
 
 
+class _UnwantedError(TransferError):
+    """A piece came that nobody wants any more; the link is whole."""
+
+
 class Lane:
     """One thread that joins a communicator and then makes calls on it, one after another. Owned by a link's loop.
 
@@ -175,11 +179,11 @@ class NcclInbound(NcclLink):
         def act(communicator: Communicator) -> int | None:
             buffer = self._received(communicator, runs.num_bytes, tag)
             if stop.is_set:
-                raise TransferError("stopped")
+                raise _UnwantedError("stopped")
             self._device.scatter(buffer, runs.with_sources(runs.packed()))
             return None
 
-        return self._watched(self.lane.call(act), stop)
+        return self._watched(self.lane.call(act))
 
     def receive_bytes(self, buffer: memoryview, tag: int) -> asyncio.Future[None]:
         """See `ByteReceiver.receive_bytes`."""
@@ -221,9 +225,9 @@ class NcclInbound(NcclLink):
         else:
             self._break(error)
 
-    def _watched(self, receiving: asyncio.Future[T], stop: Stop | None = None) -> asyncio.Future[T]:
+    def _watched(self, receiving: asyncio.Future[T]) -> asyncio.Future[T]:
         def over(done: asyncio.Future[T]) -> None:
-            if (error := done.exception()) is not None and not (stop is not None and stop.is_set):
+            if (error := done.exception()) is not None and not isinstance(error, _UnwantedError):
                 self._break(error)
 
         receiving.add_done_callback(over)

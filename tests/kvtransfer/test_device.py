@@ -1,8 +1,8 @@
 """A pool in a device exchanges blocks with any other over any wire, and never passes for memory of the host."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -260,37 +260,84 @@ class Owner:
         self.lost.append(error)
 
 
+class Linked:
+    """Two ends of an NCCL link over a fake communicator, and their pools."""
+
+    def __init__(self) -> None:
+        self.communicators, self.owner, self.stop = FakeCommunicators(), Owner(), Stop()
+        self.source, self.target = FakeDeviceStore(), FakeDeviceStore()
+        self.source.fill(0, 3)
+        assert self.source.device is not None
+        assert self.target.device is not None
+        name = self.communicators.new_id()
+        self.inbound = NcclInbound(self.target.device, self.communicators, name, self.owner)
+        self.outbound = NcclOutbound(self.source.device, self.communicators, name)
+        self.runs = Runs.of([Run(0, 0, SMALL_LAYOUT.block_bytes)])
+
+
+@asynccontextmanager
+async def linked() -> AsyncIterator[Linked]:
+    link = Linked()
+    async with asyncio.timeout(LIMIT_S):
+        await link.owner.up.wait()
+        yield link
+        for end in (link.inbound, link.outbound):
+            end.close()
+            await end.lane.ended
+
+
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_a_message_under_another_tag_breaks_the_nccl_link_and_is_not_written(is_wanted: bool) -> None:
     async def test() -> None:
-        communicators, owner = FakeCommunicators(), Owner()
-        source, target = FakeDeviceStore(), FakeDeviceStore()
-        source.fill(0, 3)
-        assert source.device is not None
-        assert target.device is not None
-        name = communicators.new_id()
-        inbound = NcclInbound(target.device, communicators, name, owner)
-        outbound = NcclOutbound(source.device, communicators, name)
-        runs = Runs.of([Run(0, 0, SMALL_LAYOUT.block_bytes)])
-        async with asyncio.timeout(20):
-            await owner.up.wait()
-            _, digest = await asyncio.gather(outbound.send(runs, 6), inbound.receive(runs, 6, True, Stop()))
-            assert (digest, target.block(0)) == (None, source.block(0))
-            target.write(0, bytes(SMALL_LAYOUT.block_bytes))
+        async with linked() as link:
+            sending = link.outbound.send(link.runs, 6)
+            _, digest = await asyncio.gather(sending, link.inbound.receive(link.runs, 6, True, link.stop))
+            assert (digest, link.target.block(0)) == (None, link.source.block(0))
+            link.target.write(0, bytes(SMALL_LAYOUT.block_bytes))
 
-            outbound.send(runs, 7)
+            link.outbound.send(link.runs, 7)
             if is_wanted:
                 with pytest.raises(TransferError, match="not announced next"):
-                    await inbound.receive(runs, 8, True, Stop())
+                    await link.inbound.receive(link.runs, 8, True, link.stop)
             else:
-                inbound.discard(runs, 8)
+                link.inbound.discard(link.runs, 8)
 
-            for link in (inbound, outbound):
-                await inbound.lane.ended
-                link.close()
-                await link.lane.ended
-        assert len(owner.lost) == 1
-        assert not any(target.block(0))
+            await link.inbound.lane.ended
+        assert len(link.owner.lost) == 1
+        assert not any(link.target.block(0))
+
+    asyncio.run(test())
+
+
+def test_a_piece_that_is_not_wanted_any_more_leaves_the_nccl_link_whole() -> None:
+    async def test() -> None:
+        async with linked() as link:
+            link.stop.set()
+
+            sending = link.outbound.send(link.runs, 6)
+            with pytest.raises(TransferError, match="stopped"):
+                await link.inbound.receive(link.runs, 6, True, link.stop)
+            await sending
+
+            assert not any(link.target.block(0))
+            await asyncio.gather(link.outbound.send(link.runs, 7), link.inbound.receive(link.runs, 7, True, Stop()))
+            assert link.owner.lost == []
+        assert link.target.block(0) == link.source.block(0)
+
+    asyncio.run(test())
+
+
+def test_a_communicator_that_fails_under_an_unwanted_piece_breaks_the_nccl_link_all_the_same() -> None:
+    async def test() -> None:
+        async with linked() as link:
+            receiving = link.inbound.receive(link.runs, 6, True, link.stop)
+            link.stop.set()
+            link.communicators.abort_all()
+
+            with pytest.raises(TransferError, match="aborted"):
+                await receiving
+
+            assert len(link.owner.lost) == 1
 
     asyncio.run(test())
 
