@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common import peers
 from common.errors import ConfigError
-from common.rpc_guard import Admit, Guard
+from common.rpc_guard import Guard
 from common.tls import TlsFiles, channel_credentials, server_credentials
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
@@ -31,7 +31,7 @@ METADATA_BYTES_MAX = 16 * 1024
 
 
 def make_server(
-    admit: Admit = peers.admit_peer,
+    guard: Guard | None = None,
     message_bytes_max: int = MESSAGE_BYTES_MAX,
     metadata_bytes_max: int = METADATA_BYTES_MAX,
     calls_max: int | None = None,
@@ -40,7 +40,7 @@ def make_server(
     """Return a server whose calls are guarded, see rpc_guard.py.
 
     Args:
-        admit: who may call; peers unless given.
+        guard: stands before each call; one that admits peers unless given.
         message_bytes_max: a larger message ends its call with RESOURCE_EXHAUSTED.
         metadata_bytes_max: as much for the headers of a call.
         calls_max: calls at once beyond which the next one ends with RESOURCE_EXHAUSTED; None: no limit.
@@ -49,7 +49,9 @@ def make_server(
     options = [*server_options(message_bytes_max), *_metadata_options(metadata_bytes_max)]
     if idle_s is not None:
         options.append(("grpc.max_connection_idle_ms", max(1, round(1000 * idle_s))))
-    server = grpc.aio.server(interceptors=[Guard(admit)], options=options, maximum_concurrent_rpcs=calls_max)
+    server = grpc.aio.server(
+        interceptors=[guard or Guard(peers.admit_peer)], options=options, maximum_concurrent_rpcs=calls_max
+    )
     # A server waits for each registered method by a task of its own, and looks at all of them for each call that comes.
     # Services are found by their names as well.
     server.add_registered_method_handlers = lambda *_: None  # type: ignore[attr-defined]  # the stubs lack it

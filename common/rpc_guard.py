@@ -4,6 +4,7 @@ A call that is refused, and one whose message cannot be read, ends in an error o
 what a client did.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -34,6 +35,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._admit = admit
         self._guarded: dict[str, Any] = {}
         """By method; of those that there are."""
+        self._calls = set[asyncio.Task[Any]]()
+        """Those that run."""
+        self._end: BatonError | None = None
+        """Why calls are cancelled that their clients still want."""
+
+    async def end_calls(self, error: BatonError, wait_s: float) -> None:
+        """Give the calls that run `wait_s`, and end the rest with `error`. Returns when no call is left."""
+        if self._calls and wait_s > 0:
+            await asyncio.wait(self._calls, timeout=wait_s)
+        self._end = error
+        calls = set(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def intercept_service(
         self,
@@ -52,8 +67,44 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             return _refusing(error)
         guarded = self._guarded.get(details.method)
         if guarded is None:
-            guarded = self._guarded[details.method] = _guarded(handler)
+            guarded = self._guarded[details.method] = self._wrapped(handler)
         return guarded
+
+    def _wrapped(self, handler: Any) -> Any:
+        read = None if handler.request_deserializer is None else _tolerant(handler.request_deserializer)
+        check = _checked_all if handler.request_streaming else _checked
+        match handler.request_streaming, handler.response_streaming:
+            case False, False:
+                make, serve = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+            case False, True:
+                make, serve = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+            case True, False:
+                make, serve = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+            case _:
+                make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+
+        async def guarded(request: Any, context: Any) -> Any:
+            task = asyncio.current_task()
+            assert task is not None, "gRPC serves each call in a task of its own"
+            self._calls.add(task)
+            try:
+                result = serve(check(request), context)
+                if not hasattr(result, "__aiter__"):
+                    return await result
+                async with aclosing(result):
+                    async for response in result:
+                        await context.write(response)
+            except asyncio.CancelledError:
+                if self._end is None:
+                    raise  # by its client
+                await abort_rpc(context, self._end)
+            except BatonError as error:
+                await abort_rpc(context, error, path_in(request) if isinstance(request, Message) else str)
+            finally:
+                self._calls.discard(task)
+            return None
+
+        return make(guarded, read, handler.response_serializer)
 
 
 def _refusing(error: BatonError) -> Any:
@@ -63,34 +114,6 @@ def _refusing(error: BatonError) -> Any:
         await abort_rpc(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _guarded(handler: Any) -> Any:
-    read = None if handler.request_deserializer is None else _tolerant(handler.request_deserializer)
-    check = _checked_all if handler.request_streaming else _checked
-    match handler.request_streaming, handler.response_streaming:
-        case False, False:
-            make, serve = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        case False, True:
-            make, serve = grpc.unary_stream_rpc_method_handler, handler.unary_stream
-        case True, False:
-            make, serve = grpc.stream_unary_rpc_method_handler, handler.stream_unary
-        case _:
-            make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
-
-    async def guarded(request: Any, context: Any) -> Any:
-        try:
-            result = serve(check(request), context)
-            if not hasattr(result, "__aiter__"):
-                return await result
-            async with aclosing(result):
-                async for response in result:
-                    await context.write(response)
-        except BatonError as error:
-            await abort_rpc(context, error, path_in(request) if isinstance(request, Message) else str)
-        return None
-
-    return make(guarded, read, handler.response_serializer)
 
 
 def _tolerant(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

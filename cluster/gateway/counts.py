@@ -1,5 +1,6 @@
 """How many requests run here, and how they ended. The bound on running requests."""
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ class Counts:
         self.transports: set[str] = set()
         """Seen in finished requests."""
         self._running_max = running_max
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -40,16 +43,23 @@ class Counts:
             if self.running >= self._running_max:
                 raise OverloadedError(f"{self.running} requests run here, the most that may", _RETRY_AFTER_S)
             self.running += 1
+            self._idle.clear()
             try:
                 yield
             finally:
                 self.running -= 1
+                if not self.running:
+                    self._idle.set()
         except BatonError as error:
             self.errors[codes_of(error).grpc.name] += 1
             raise
         except GeneratorExit:
             self.counters["abandoned_total"] += 1
             raise
+
+    async def idle(self) -> None:
+        """Wait until no request runs."""
+        await self._idle.wait()
 
     @contextmanager
     def queueing(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The gateway's process: its parts put together, its servers opened and closed."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from pathlib import Path
@@ -22,7 +23,7 @@ from cluster.gateway.metrics import Metrics
 from cluster.gateway.parsing.formats import Formats
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
-from cluster.tenants.door import Door
+from cluster.tenants.door import Door, stopping
 from cluster.tenants.key_store import Keys, KeyStore, NoKeys
 from cluster.tenants.quotas import Uses
 from common.clock import MonotonicClock
@@ -30,6 +31,7 @@ from common.config_doors import GatewayConfig
 from common.logs import log
 from common.model_facts import ModelFacts
 from common.rpc import Health, bind, bind_with, make_server
+from common.rpc_guard import Guard
 from common.text import Text
 from common.tls import TlsFiles
 
@@ -37,6 +39,8 @@ _LOG = logging.getLogger(__name__)
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _KSERVE = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+_FLUSH_S = 1.0
+"""How long calls may stay when no request runs any more: those on their way out. Streams that watch never end."""
 
 
 class GatewayServer:
@@ -57,7 +61,7 @@ class GatewayServer:
         self._counts = Counts(config.running_max)
         self._clock = MonotonicClock()
         uses = Uses(self._clock)
-        door = Door(keys, uses)
+        self._door = door = Door(keys, uses)
         self._metrics = Metrics(self._counts, uses, self._clock)
         self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
         self._workers = DecodeClients(self.gateway_id, StreamLimits(config.unread_tokens_max, config.token_wait_s))
@@ -81,11 +85,13 @@ class GatewayServer:
         self._http = HttpFace(config.http, parts)
         self._inference = InferenceService(generator, self._tokenizing, text, config.http.choices_max)
         self._kserve = KserveService(generator, self._router, door)
+        self._guard = Guard(door.admit_rpc)
         self._server = make_server(
-            door.admit_rpc, config.message_bytes_max, config.metadata_bytes_max, config.calls_max, config.idle_s
+            self._guard, config.message_bytes_max, config.metadata_bytes_max, config.calls_max, config.idle_s
         )
         self._health = Health(self._server)
         self._router_session: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, config: GatewayConfig, model_dir: Path, model_id: str, router_address: str) -> Self:
@@ -113,9 +119,24 @@ class GatewayServer:
         return gateway
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give the running ones `grace_s`, cancel the rest and close everything. Idempotent."""
+        """Refuse new requests, give the running ones `grace_s`, end the rest with an error and close everything.
+
+        A further call may have less patience than one before it. Idempotent.
+        """
+        self._door.shut()
         await self._health.close()
-        await asyncio.gather(self._server.stop(grace_s), self._http.stop(grace_s))
+        wait_s = 0.0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._counts.idle()
+                wait_s = _FLUSH_S
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(wait_s))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, wait_s: float) -> None:
+        await asyncio.gather(self._guard.end_calls(stopping(), wait_s), self._http.stop(wait_s))
+        await self._server.stop(0)
         await self._workers.close()
         if self._router_session is not None:
             self._router_session.cancel()

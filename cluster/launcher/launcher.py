@@ -62,6 +62,9 @@ class ActorProcess:
                 await _typed(self._actor.leave.remote(), self._name)
         except WorkerLostError:
             return  # the end of leave(), or it was gone before
+        except asyncio.CancelledError:
+            self._is_leaving = False  # whoever lost patience stops it anew, or kills it
+            raise
         except BaseException:
             self._is_leaving = False
             self.kill()

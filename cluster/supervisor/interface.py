@@ -17,7 +17,7 @@ class Process(Protocol):
         ...
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Stop it in order, then end it."""
+        """Stop it in order, then end it. When this is cancelled, it may be called again, with less patience."""
         ...
 
     def kill(self) -> None:

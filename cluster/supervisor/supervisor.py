@@ -77,7 +77,7 @@ class Supervisor:
         await self._publisher.confirmed()
 
     def stop(self, drain_timeout_s: float) -> None:
-        """Begin the orderly end; run() returns when all is stopped. A second call cuts the drain short."""
+        """Begin the orderly end; run() returns when all is stopped. A second call ends the drain, a third one all."""
         self._inbox.put_nowait(_Stop(drain_timeout_s))
 
     async def run(self) -> None:
@@ -170,13 +170,17 @@ class Supervisor:
 
     async def _stop_all(self, tasks: asyncio.TaskGroup, drain_timeout_s: float) -> None:
         """Stop role by role. Events of the lives that end meanwhile stay unread."""
-        stopping = tasks.create_task(self._stop_in_order(drain_timeout_s))
-        hurry = tasks.create_task(self._wait_for_second_stop())
-        await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        hurry.cancel()
+        for patience_s in (drain_timeout_s, 0.0):
+            stopping = tasks.create_task(self._stop_in_order(patience_s))
+            hurry = tasks.create_task(self._wait_for_stop())
+            await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            if stopping.done():
+                return
+            stopping.cancel()
+            await asyncio.wait([stopping])
 
-    async def _wait_for_second_stop(self) -> None:
+    async def _wait_for_stop(self) -> None:
         while not isinstance(await self._inbox.get(), _Stop):
             continue
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from cluster.tenants.callers import CALLER
 from cluster.tenants.key_store import Keys
 from cluster.tenants.quotas import Uses
-from common.errors import PermissionDeniedError
+from common.errors import PermissionDeniedError, WorkerLostError
 
 AUTHORIZATION = "authorization"
 _SCHEME = "bearer "
@@ -19,6 +19,12 @@ _OPEN = (
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
 _ADMIN = ("/baton.v1.Admin/",)
 _ADMIN_PATHS = frozenset({"/metrics"})
+_RETRY_AFTER_S = 1.0
+
+
+def stopping() -> WorkerLostError:
+    """Return what a gateway that stops tells its clients: another one may serve them, or this one after its restart."""
+    return WorkerLostError("the gateway stops", _RETRY_AFTER_S)
 
 
 class Door:
@@ -27,6 +33,20 @@ class Door:
     def __init__(self, keys: Keys, uses: Uses) -> None:
         self._keys = keys
         self._uses = uses
+        self._is_shut = False
+
+    def shut(self) -> None:
+        """Let nobody in any more but administrators, who may watch the end."""
+        self._is_shut = True
+
+    def check_open(self) -> None:
+        """Accept a request, unless the gateway stops.
+
+        Raises:
+            WorkerLostError: it does.
+        """
+        if self._is_shut:
+            raise stopping()
 
     async def admit_rpc(self, method: str, metadata: Mapping[str, str]) -> None:
         """Let a gRPC call in; see `_admit`. For common/rpc_guard.py."""
@@ -44,7 +64,9 @@ class Door:
         Raises:
             UnauthenticatedError: the call's key was removed.
             QuotaError: the tenant asks too often.
+            WorkerLostError: the gateway stops.
         """
+        self.check_open()
         caller = await self._keys.again(CALLER.get())
         self._uses.of(caller).call(caller.rules)
         CALLER.set(caller)
@@ -56,7 +78,10 @@ class Door:
             UnauthenticatedError: no key, or a wrong one.
             PermissionDeniedError: the key is not an administrator's.
             QuotaError: the tenant calls too often.
+            WorkerLostError: the gateway stops.
         """
+        if not needs_admin:
+            self.check_open()
         is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
         caller = await self._keys.find(authorization[len(_SCHEME) :].strip() if is_bearer else None)
         if needs_admin and not caller.is_admin:

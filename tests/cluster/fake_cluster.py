@@ -210,3 +210,10 @@ async def fake_cluster(
         await cluster.router.stop()
         for worker in cluster.workers.values():
             await worker.stop()
+
+
+async def start_again(cluster: FakeCluster, model_dir: Path) -> None:
+    """Give the cluster a gateway: its end asks it for its figures."""
+    config = GatewayConfig(host=HOST, grpc_port=0, http_port=0)
+    cluster.gateway = await GatewayServer.start(config, model_dir, "fake", cluster.router.address)
+    await cluster.reconnect()

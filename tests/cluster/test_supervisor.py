@@ -59,6 +59,7 @@ class FakeProcess:
         self._name = name
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.stop_takes: asyncio.Event | None = None
+        self.hangs = False
 
     async def started(self) -> Place:
         if isinstance(self._place, BatonError):
@@ -69,8 +70,10 @@ class FakeProcess:
         return await asyncio.shield(self.death)
 
     async def stop(self, drain_timeout_s: float) -> None:
-        self._journal.append(f"stop {self._name}")
-        if self.stop_takes is not None:
+        self._journal.append(f"stop {self._name} {drain_timeout_s:g}")
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.stop_takes is not None and drain_timeout_s > 0:
             await self.stop_takes.wait()
 
     def kill(self) -> None:
@@ -225,7 +228,7 @@ def test_the_end_comes_in_order_gateway_workers_router() -> None:
         await stage.running
 
         stops = [line for line in stage.launcher.journal if line.startswith("stop")]
-        assert stops == ["stop gateway", "stop decode-0", "stop router"]
+        assert stops == ["stop gateway 1", "stop decode-0 1", "stop router 1"]
 
     on_stage(scenario)
 
@@ -242,12 +245,32 @@ def test_workers_that_are_about_to_stop_are_withdrawn_from_the_router() -> None:
     on_stage(scenario)
 
 
-def test_a_second_stop_does_not_wait_for_the_drain() -> None:
+def test_a_second_stop_ends_the_drain_and_keeps_the_order() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.supervisor.wait_ready()
         stage.launcher.processes["gateway", 1].stop_takes = asyncio.Event()
 
-        stage.supervisor.stop(1000.0)  # on_stage stops once more, and the end must come
+        stage.supervisor.stop(1000.0)
+        stage.supervisor.stop(1000.0)
+        await stage.running
+
+        stops = ["stop gateway 1000", "stop gateway 0", "stop decode-0 0", "stop router 0"]
+        assert stage.launcher.journal[: len(stops)] == stops
+
+    on_stage(scenario)
+
+
+def test_a_third_stop_does_not_wait_for_who_hangs() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.supervisor.wait_ready()
+        stage.launcher.processes["gateway", 1].hangs = True
+
+        stage.supervisor.stop(1000.0)
+        stage.supervisor.stop(1000.0)
+        stage.supervisor.stop(1000.0)
+        await stage.running
+
+        assert "kill gateway" in stage.launcher.journal
 
     on_stage(scenario)
 

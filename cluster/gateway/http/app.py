@@ -26,7 +26,7 @@ from cluster.gateway.metrics import Metrics
 from cluster.gateway.ready import readiness
 from cluster.gateway.router_client import RouterClient, away
 from cluster.gateway.tokenizing import Tokenizing
-from cluster.tenants.door import Door
+from cluster.tenants.door import Door, stopping
 from common.config_doors import HttpConfig
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
 from common.logs import log
@@ -36,7 +36,6 @@ from common.tls import TlsFiles
 _LOG = logging.getLogger(__name__)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MODELS = "/v1/models/"
-_RETRY_AFTER_S = 1.0
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 Endpoint = Callable[[Exchange], Awaitable[None]]
@@ -127,7 +126,7 @@ class HttpFace:
             if not hosting.is_stopping:
                 raise
             # This is the outermost frame: the cancellation ends here, with an answer.
-            await exchange.fail(refusal_of(WorkerLostError("the gateway stops", _RETRY_AFTER_S)))
+            await exchange.fail(refusal_of(stopping()))
         except (BatonError, HttpError, pydantic.ValidationError) as error:
             await exchange.fail(refusal_of(error))
         except Exception as error:
@@ -211,6 +210,7 @@ class HttpFace:
 
     async def _ready(self, exchange: Exchange) -> None:
         """Say whether a request could be placed now."""
+        self._parts.door.check_open()
         workers, is_degraded = await readiness(self._parts.router)
         await exchange.reply_json(200, {"status": "ready", "workers": workers, "is_degraded": is_degraded})
 

@@ -217,6 +217,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def _is_ready(self) -> bool:
         try:
+            self._door.check_open()
             await readiness(self._router)
         except BatonError:
             return False

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.fake_worker import FakeModel
-from cluster.gateway.server import GatewayServer
-from common.config_doors import GatewayConfig
 from common.errors import BatonError
-from tests.cluster.fake_cluster import HOST, FakeCluster, fake_cluster, run, until
+from tests.cluster.fake_cluster import fake_cluster, run, start_again, until
 from tests.cluster.gateway.http.wire import Response, event, post, request_bytes, wire
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -223,13 +221,6 @@ def test_a_gateway_that_stops_lets_requests_finish_in_their_time(model_dir: Path
 async def _all_of(deaf: socket.socket) -> None:
     while await asyncio.get_running_loop().sock_recv(deaf, 1 << 20):
         pass
-
-
-async def start_again(cluster: FakeCluster, model_dir: Path) -> None:
-    """Give the cluster a gateway: its end asks it for its figures."""
-    config = GatewayConfig(host=HOST, grpc_port=0, http_port=0)
-    cluster.gateway = await GatewayServer.start(config, model_dir, "fake", cluster.router.address)
-    await cluster.reconnect()
 
 
 def test_small_events_are_not_held_back_by_the_kernel(model_dir: Path) -> None:
