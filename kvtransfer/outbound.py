@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +17,8 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.layout import BlockLayout, require_equal
 from kvtransfer.memory import OwnPool, checksum_of
 from kvtransfer.packing import pack
-from kvtransfer.pieces import PIECE_BYTES_MAX, PLAIN_BYTES_MAX, Piece, Runs, cut, joined, piece_bytes, runs_of
+from kvtransfer.piece_queue import PieceQueue
+from kvtransfer.pieces import PLAIN_BYTES_MAX, Piece, Runs, piece_bytes, runs_of
 from kvtransfer.probe import NUM_PROBES, probe_bytes, probe_frame, rate_of, scratch
 from kvtransfer.push import BlockPush
 from kvtransfer.seal import Seal
@@ -56,12 +56,11 @@ class OutboundPeer:
         self._greeter = greeter
         self._link: OutboundLink | None = None
         self._pushes: dict[bytes, BlockPush] = {}
-        self._queue: deque[tuple[BlockPush, Piece]] = deque()
+        self._queue = PieceQueue(greeter.pool.layout)
         self._inflight_bytes = 0
         self._window_bytes = greeter.inflight_bytes_max
         self._is_in_device = False
         """Whether one of the pools is."""
-        self._piece_bytes_max = PIECE_BYTES_MAX
         self._is_pumping = False
         self._loop = asyncio.get_running_loop()
         self._choice = CodecChoice(self._loop.time())
@@ -112,7 +111,7 @@ class OutboundPeer:
         """Carry pieces over `link` from now on."""
         self._link = link
         if link.byte_sender is None and not link.has_checksums:
-            self._piece_bytes_max = PLAIN_BYTES_MAX
+            self._queue.part_bytes_max = PLAIN_BYTES_MAX
         if self.is_lost:
             link.close()
 
@@ -157,13 +156,8 @@ class OutboundPeer:
         return push
 
     def enqueue(self, push: BlockPush, piece: Piece) -> None:
-        """Send a piece, cut to size, when it is its turn; layers that have to wait together travel together."""
-        last_push, last = self._queue[-1] if self._queue else (None, None)
-        if last is not None and last_push is push and (both := joined(last, piece)) is not None:
-            self._queue[-1] = (push, both)
-        else:
-            push.queued(1)
-            self._queue.append((push, piece))
+        """Send a piece, cut to size, when it is its turn."""
+        self._queue.put(push, piece)
         if not self._is_pumping:
             self._is_pumping = True
             self._loop.call_soon(self._pump)
@@ -195,30 +189,21 @@ class OutboundPeer:
     def _pump(self) -> None:
         """Send what the window allows, a piece of each push in turn."""
         self._is_pumping = False
-        layout, limit = self._greeter.pool.layout, self._window_bytes
-        while self._queue and not self.is_lost:
-            push, waiting = self._queue[0]
-            if push.is_over:
-                self._queue.popleft()
-                continue
-            piece, rest = cut(waiting, layout, self._piece_bytes_max)
-            size = piece_bytes(piece, layout)
-            if self._inflight_bytes and self._inflight_bytes + size > limit:
+        while not self.is_lost:
+            room = self._window_bytes - self._inflight_bytes if self._inflight_bytes else None
+            if (part := self._queue.take(room)) is None:
                 return
-            self._queue.popleft()
-            if rest is not None:
-                push.queued(1)
-                self._queue.append((push, rest))
-            self._inflight_bytes += size
-            self._start(push, piece, size)
+            self._inflight_bytes += part.num_bytes
+            self._start(*part)
 
     def _takes_with_open(self, push: BlockPush) -> int:
         """Return the bytes of what waits for a push to open, if Open can announce it: in one piece, read in place."""
-        link, piece, layout = self._link, push.waiting, self._greeter.pool.layout
+        link, piece = self._link, push.waiting
         if piece is None or link is None or link.byte_sender is not None or self._queue or self._inflight_bytes:
             return 0
         is_hashed = push.terms.checksum and link.has_checksums
-        return 0 if is_hashed or cut(piece, layout, self._piece_bytes_max)[1] else piece_bytes(piece, layout)
+        is_one_part = self._queue.is_one_part(piece)
+        return piece_bytes(piece, self._greeter.pool.layout) if is_one_part and not is_hashed else 0
 
     def _coding(self, terms: TicketTerms) -> Coding | None:
         """Choose how a transfer's pieces travel; where the receiver reads the pool itself, there is no choice."""

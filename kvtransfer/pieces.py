@@ -97,14 +97,14 @@ def piece_bytes(piece: Piece, layout: BlockLayout) -> int:
     return len(piece.block_ids) * len(piece.layers) * layout.layer_bytes
 
 
-def cut(piece: Piece, layout: BlockLayout, num_bytes_max: int = PIECE_BYTES_MAX) -> tuple[Piece, Piece | None]:
-    """Cut along blocks: return at most `num_bytes_max` (or one block, if that is larger), and what is left."""
+def cut(piece: Piece, begin: int, layout: BlockLayout, num_bytes_max: int = PIECE_BYTES_MAX) -> Piece:
+    """Return a part of a piece: at most `num_bytes_max` from its block `begin` on, or one block if that is larger.
+
+    What is left is not copied: a prompt of 128k tokens is cut into hundreds.
+    """
     per_block = len(piece.layers) * layout.layer_bytes
     step = min(max(num_bytes_max // per_block, 1), PIECE_BLOCKS_MAX)
-    if len(piece.block_ids) <= step:
-        return piece, None
-    rest = Piece(piece.first + step, piece.block_ids[step:], piece.layers)
-    return piece._replace(block_ids=piece.block_ids[:step]), rest
+    return Piece(piece.first + begin, piece.block_ids[begin : begin + step], piece.layers)
 
 
 def joined(piece: Piece, following: Piece) -> Piece | None:

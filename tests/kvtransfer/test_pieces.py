@@ -1,5 +1,7 @@
 """Cutting and coalescing keep every byte, once, in order; coverage counts each (block, layer) once."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from common.errors import TransferError
 from kvtransfer.coverage import Coverage
 from kvtransfer.fake import SMALL_LAYOUT
+from kvtransfer.layout import BlockLayout
 from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, cut, joined, piece_bytes, runs_of
 
 unhurried = settings(deadline=None, max_examples=50)
@@ -38,20 +41,47 @@ def test_neighbours_on_both_sides_become_one_run() -> None:
     assert [run.num_bytes // SMALL_LAYOUT.block_bytes for run in runs] == [3, 1]
 
 
+def cut_up(piece: Piece, layout: BlockLayout) -> list[Piece]:
+    parts, begin = [], 0
+    while begin < len(piece.block_ids):
+        parts.append(cut(piece, begin, layout))
+        begin += len(parts[-1].block_ids)
+    return parts
+
+
 @unhurried
 @given(st.integers(1, 100), st.integers(1, 200))
 def test_cutting_keeps_all_blocks_and_bounds_the_bytes(count: int, head_dim: int) -> None:
     layout = SMALL_LAYOUT._replace(head_dim=head_dim * 64)
-    rest: Piece | None = Piece(3, tuple(range(count)), range(1, 3))
-    parts = []
 
-    while rest is not None:
-        part, rest = cut(rest, layout)
-        parts.append(part)
+    parts = cut_up(Piece(3, tuple(range(count)), range(1, 3)), layout)
 
     assert [block for part in parts for block in part.block_ids] == list(range(count))
     assert [part.first for part in parts] == [3 + part.block_ids[0] for part in parts]
     assert all(piece_bytes(part, layout) <= PIECE_BYTES_MAX or len(part.block_ids) == 1 for part in parts)
+
+
+class Counted(tuple[int, ...]):
+    """Counts the elements that are copied out of it."""
+
+    __slots__ = ()
+    num_copied = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        Counted.num_copied += len(part)
+        return Counted(part)
+
+
+def test_cutting_copies_each_block_once_however_many_parts_there_are() -> None:
+    layout = SMALL_LAYOUT._replace(head_dim=64 * 64)  # many parts
+    count = 131_072 // 16
+    blocks = Counted(range(count))
+
+    parts = cut_up(Piece(0, blocks, range(LAYERS)), layout)
+
+    assert len(parts) > 100
+    assert Counted.num_copied == count
 
 
 def test_neighbouring_layers_of_the_same_blocks_become_one_piece() -> None:
