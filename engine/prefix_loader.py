@@ -3,7 +3,8 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from baton_pb.v1 import worker_pb2
 from common.errors import BatonError, OverloadedError
@@ -90,20 +91,30 @@ class PrefixLoader:
 
     async def _fetch(self, sequence: Sequence, holder: worker_pb2.PrefixHolder) -> None:
         async def fill(num_before: int, missing: list[bytes], blocks: list[int]) -> int:
-            await self._fetcher.fetch(holder, num_before, missing, blocks)
+            with self._counted(len(missing)):
+                await self._fetcher.fetch(holder, num_before, missing, blocks)
             return len(blocks)
 
-        start = time.perf_counter()
         try:
-            num_blocks = await self._bring(self._hashes(sequence)[: holder.num_blocks], fill, is_any_good=False)
+            await self._bring(self._hashes(sequence)[: holder.num_blocks], fill, is_any_good=False)
         except BatonError as error:
             self._counters["prefix_fetches_failed_total"] += 1
             fields = {"request_id": sequence.request_id, "worker_id": self._worker_id, "holder": holder.worker_id}
             log(_logger, logging.INFO, "prefix not fetched", error=error, **fields)
-        else:
-            self._fetches.fetches += 1
-            self._fetches.tokens += num_blocks * self._engine.layout.block_tokens
-            self._fetches.seconds += time.perf_counter() - start
+
+    @contextmanager
+    def _counted(self, num_blocks: int) -> Iterator[None]:
+        """Count a fetch of so many blocks, however it ends: one that is given up was slow as well."""
+        fetches, num_tokens, start = self._fetches, num_blocks * self._engine.layout.block_tokens, time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            fetches.failed_tokens += num_tokens
+            fetches.failed_seconds += time.perf_counter() - start
+            raise
+        fetches.fetches += 1
+        fetches.tokens += num_tokens
+        fetches.seconds += time.perf_counter() - start
 
     async def _bring(self, hashes: list[bytes], fill: Fill, is_any_good: bool) -> int:
         """Fill blocks with what the pool lacks of a prefix; return how many came. They stay, kept under their hashes.

@@ -378,20 +378,28 @@ class FetchTotals(_message.Message):
     FETCHES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    FAILED_TOKENS_FIELD_NUMBER: _builtins.int
+    FAILED_SECONDS_FIELD_NUMBER: _builtins.int
     fetches: _builtins.int
     tokens: _builtins.int
     seconds: _builtins.float
     """From the asking until all was there, added up."""
+    failed_tokens: _builtins.int
+    """Wanted by fetches that failed, ran out of time or were given up; they are not among those above."""
+    failed_seconds: _builtins.float
+    """Until then."""
     def __init__(
         self,
         *,
         fetches: _builtins.int = ...,
         tokens: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        failed_tokens: _builtins.int = ...,
+        failed_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetches", b"fetches", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_seconds", b"failed_seconds", "failed_tokens", b"failed_tokens", "fetches", b"fetches", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

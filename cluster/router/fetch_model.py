@@ -1,16 +1,14 @@
 """What it takes to have KV pushed by another worker, learned from each worker's own reports."""
 
-import math
 from typing import NamedTuple
+
+from cluster.router.token_time import TokenTime
 
 ASK_S = 5e-3
 """Of a fetch, whatever is fetched: the holder is asked, and reads the question."""
 STARTING_TOKEN_S = 1e-5
-"""Of each token, before anything was fetched. Too little is put right by the first fetch that succeeds; with too much
-nothing is ever fetched. One that fails, or takes too long for its worker, teaches nothing."""
-_TOKEN_MIN_S = 1e-8
-_GAIN, _SURPRISE_MAX = 0.3, 1.0
-"""Weight of a later observation, and the logarithm up to which it may surprise: one disturbed fetch changes little."""
+"""Of each token, before anything was fetched. Too little is put right by the first fetch; with too much nothing is ever
+fetched."""
 
 
 class FetchTotals(NamedTuple):
@@ -20,41 +18,34 @@ class FetchTotals(NamedTuple):
     tokens: int = 0
     seconds: float = 0.0
     """From the asking until all was there, added up."""
+    failed_tokens: int = 0
+    """Wanted by fetches that failed, ran out of time or were given up."""
+    failed_seconds: float = 0.0
+    """Until then."""
 
 
 class FetchLearner:
-    """Follows the seconds that a fetched token takes to arrive at one worker.
+    """Learns what a fetched token takes to arrive at one worker from the totals that it reports."""
 
-    A worker that has fetched nothing is taken to be like the others: `elders` learns from all workers.
-    """
+    def __init__(self, elders: TokenTime | None = None) -> None:
+        """Begin.
 
-    def __init__(self, elders: "FetchLearner | None" = None) -> None:
-        self._elders = elders
-        self._token_s = STARTING_TOKEN_S
-        self._is_fresh = True
+        Args:
+            elders: what the fetches of all workers have shown; None: this one goes by its own.
+        """
+        self.time = TokenTime(STARTING_TOKEN_S, elders)
+        """Of each token, beside ASK_S."""
         self._before: FetchTotals | None = None
 
-    @property
-    def token_s(self) -> float:
-        """Seconds for each token, beside ASK_S."""
-        return self._elders.token_s if self._is_fresh and self._elders is not None else self._token_s
-
-    def report(self, totals: FetchTotals) -> None:
+    def report(self, totals: FetchTotals, now: float) -> None:
         """Take a worker's totals."""
         before, self._before = self._before, totals
-        if before is None or totals.tokens < before.tokens:  # first, or another life: who knows since when
+        if before is None or totals == before:  # of the first one nobody knows since when
+            return
+        if totals.tokens < before.tokens or totals.failed_tokens < before.failed_tokens:  # another life
             return
         if tokens := totals.tokens - before.tokens:
-            seconds = totals.seconds - before.seconds - ASK_S * (totals.fetches - before.fetches)
-            token_s = max(_TOKEN_MIN_S, seconds / tokens)
-            self.observe(token_s)
-            if self._elders is not None:
-                self._elders.observe(token_s)
-
-    def observe(self, token_s: float) -> None:
-        """Learn from fetches that took so many seconds for each token, more than 0."""
-        if self._is_fresh:
-            self._token_s, self._is_fresh = token_s, False
-            return
-        surprise = math.log(token_s / self._token_s)
-        self._token_s *= math.exp(_GAIN * max(-_SURPRISE_MAX, min(_SURPRISE_MAX, surprise)))
+            asked_s = ASK_S * (totals.fetches - before.fetches)
+            self.time.came(tokens, totals.seconds - before.seconds - asked_s, now)
+        if tokens := totals.failed_tokens - before.failed_tokens:
+            self.time.failed(tokens, totals.failed_seconds - before.failed_seconds, now)

@@ -96,7 +96,7 @@ def tier_from_pb(tier: "worker_pb2.CacheTier.ValueType") -> Tier:
 
 def load_from_pb(load: worker_pb2.LoadReport) -> WorkerLoad:
     """Decode a load report."""
-    steps = load.steps
+    steps, fetches = load.steps, load.fetches
     return WorkerLoad(
         load.queued_tokens,
         load.waiting_sequences,
@@ -114,7 +114,7 @@ def load_from_pb(load: worker_pb2.LoadReport) -> WorkerLoad:
         )
         if load.HasField("steps")
         else None,
-        FetchTotals(load.fetches.fetches, load.fetches.tokens, load.fetches.seconds),
+        FetchTotals(fetches.fetches, fetches.tokens, fetches.seconds, fetches.failed_tokens, fetches.failed_seconds),
     )
 
 

@@ -257,9 +257,11 @@ class Router:
     def _chosen(self, question: Question, choice: Choice, estimate: PairEstimate) -> Chosen:
         decode = self._row(choice.decode)
         prefill = None if choice.prefill is None else self._row(choice.prefill)
-        return Chosen(
-            choice, estimate, decode, prefill, self._holder(question) if estimate.first.fetched_blocks else None
-        )
+        holder = None
+        if estimate.first.fetched_blocks:
+            holder = self._holder(question)
+            (prefill or decode).begin_fetch(self.now())
+        return Chosen(choice, estimate, decode, prefill, holder)
 
     def _holder(self, question: Question) -> WorkerInfo | None:
         """Return the least busy of those that hold most of the prompt, of many of some of them."""

@@ -9,6 +9,7 @@ from cluster.router.fetch_model import FetchLearner, FetchTotals
 from cluster.router.question import Candidate
 from cluster.router.room import AHEAD_S, Fulls
 from cluster.router.step_model import StepLearner, StepTotals
+from cluster.router.token_time import TokenTime
 
 _AHEAD_MIN = 2
 """Prompts that a worker always gets: one to work at, one ahead."""
@@ -127,7 +128,7 @@ class Worker:
     account: Account = field(default_factory=Account)
     elders: StepLearner | None = None
     """What the whole cluster has learned of steps."""
-    fetch_elders: FetchLearner | None = None
+    fetch_elders: TokenTime | None = None
     """Likewise of fetches."""
     ahead_s: float = AHEAD_S
     fulls: Fulls = field(default_factory=Fulls)
@@ -190,6 +191,11 @@ class Worker:
         self.account.queued_tokens -= prompt.num_uncached
         self._refresh()
 
+    def begin_fetch(self, now: float) -> None:
+        """The beginning of a prompt is to be pushed here by another worker."""
+        self._fetches.time.tried(now)
+        self.candidate.fetch_token_s = self._fetches.time.token_s(now)
+
     def take_report(self, load: WorkerLoad, now: float) -> None:
         """Take the worker's own word for its load; what is placed from now on is added to it."""
         before, account, candidate, self.load = self.load.steps, self.account, self.candidate, load
@@ -207,8 +213,8 @@ class Worker:
             step_s = 0.0 if before is None else load.steps.mean_step_s(before)
             candidate.backlog.progressed(load.steps.prompt_tokens, step_s, now)
         candidate.token_s = candidate.model.token_s
-        self._fetches.report(load.fetches)
-        candidate.fetch_token_s = self._fetches.token_s
+        self._fetches.report(load.fetches, now)
+        candidate.fetch_token_s = self._fetches.time.token_s(now)
         self._refresh()
 
     def forget_report(self) -> None:

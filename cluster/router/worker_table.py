@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.router.fetch_model import FetchLearner
+from cluster.router.fetch_model import STARTING_TOKEN_S
 from cluster.router.question import TrackedGroup
 from cluster.router.room import AHEAD_S, Fulls
 from cluster.router.step_model import StepLearner
+from cluster.router.token_time import TokenTime
 from cluster.router.worker import Role, State, Worker, WorkerInfo
 
 
@@ -53,7 +54,7 @@ class WorkerTable:
         self.fulls = Fulls()
         self._ahead_s = ahead_s
         self._workers: dict[str, Worker] = {}
-        self._elders, self._fetch_elders = StepLearner(), FetchLearner()
+        self._elders, self._fetch_elders = StepLearner(), TokenTime(STARTING_TOKEN_S)
         self._ready: dict[tuple[Role, ...], Ready] = {}
         self.absent: tuple[WorkerInfo, ...] = ()
         """Those that should exist and have no process now; they have no row."""

@@ -24,7 +24,7 @@ from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
 from loadtest.simulator.prefill import PrefillWorker
 from loadtest.simulator.profile import Profile
-from loadtest.simulator.worker import REPORT_INTERVAL_S, Link, SimulatedWorker, transfer
+from loadtest.simulator.worker import FETCH_MAX_S, REPORT_INTERVAL_S, Link, SimulatedWorker, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,17 +229,23 @@ class SimulatedCluster:
         if not missing or self._workers[job.holder].num_missing(names):
             then()
             return
-        num_bytes = missing * self._profile.block_tokens * self._profile.kv_bytes_per_token
+        num_tokens = missing * self._profile.block_tokens
+        num_bytes = num_tokens * self._profile.kv_bytes_per_token
         start = self._timeline.now()
-        end = transfer(self.link_of(job.holder), worker.link, num_bytes, self._profile, start)
+        given_up = start + FETCH_MAX_S
+        end = transfer(self.link_of(job.holder), worker.link, num_bytes, self._profile, start, given_up)
+        end += 2 * self._profile.link.latency_s
 
-        def fetched() -> None:
-            worker.receive(names)
-            worker.fetched(missing * self._profile.block_tokens, self._timeline.now() - start)
+        def ended() -> None:
+            if end <= given_up:
+                worker.receive(names)
+                worker.fetched(num_tokens, end - start)
+            else:
+                worker.gave_up(num_tokens, FETCH_MAX_S)
             self.on_load(worker)
             then()
 
-        self._timeline.at(end + 2 * self._profile.link.latency_s, fetched)
+        self._timeline.at(min(end, given_up), ended)
 
     def _end(self, job: Job, record: RequestRecord) -> None:
         done = self._done.pop(job)

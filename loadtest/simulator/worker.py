@@ -15,6 +15,10 @@ REPORT_INTERVAL_S = 0.03
 """Shortest time between two reports of a worker, as in engine/service.py: what changes meanwhile is told together."""
 
 
+FETCH_MAX_S = 5.0
+"""Longest time for a fetch, as in engine/prefix_fetch.py."""
+
+
 class Link:
     """One worker's network: transfers go one after the other."""
 
@@ -22,10 +26,13 @@ class Link:
         self.free_at = 0.0
 
 
-def transfer(sender: Link, receiver: Link, num_bytes: float, profile: Profile, now: float) -> float:
-    """Occupy both links; return when the last byte is there."""
-    end = max(now, sender.free_at, receiver.free_at) + num_bytes / profile.link.bytes_per_s
-    sender.free_at = receiver.free_at = end
+def transfer(
+    sender: Link, receiver: Link, num_bytes: float, profile: Profile, now: float, until: float = math.inf
+) -> float:
+    """Occupy both links, at most `until`; return when the last byte is there, or would be."""
+    start = max(now, sender.free_at, receiver.free_at)
+    end = start + num_bytes / profile.link.bytes_per_s
+    sender.free_at = receiver.free_at = end if end <= until else max(start, until)
     return end
 
 
@@ -78,7 +85,16 @@ class SimulatedWorker:
     def fetched(self, num_tokens: int, seconds: float) -> None:
         """Count a prefix that another worker has pushed."""
         before = self.fetches
-        self.fetches = FetchTotals(before.fetches + 1, before.tokens + num_tokens, before.seconds + seconds)
+        self.fetches = before._replace(
+            fetches=before.fetches + 1, tokens=before.tokens + num_tokens, seconds=before.seconds + seconds
+        )
+
+    def gave_up(self, num_tokens: int, seconds: float) -> None:
+        """Count a prefix that another worker has not pushed in time."""
+        before = self.fetches
+        self.fetches = before._replace(
+            failed_tokens=before.failed_tokens + num_tokens, failed_seconds=before.failed_seconds + seconds
+        )
 
     def check_idle(self) -> None:
         """Assert that no request is here and no block is held."""

@@ -32,6 +32,12 @@ def counters(worker: Worker) -> dict[str, int]:
     return dict(worker.loop.load().counters)
 
 
+def fetches(worker: Worker) -> worker_pb2.FetchTotals:
+    totals = worker.loop.load().fetches
+    assert totals is not None
+    return totals
+
+
 def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
     async def main() -> None:
         async with serving() as bench:
@@ -53,10 +59,9 @@ def test_a_prefill_worker_fetches_what_another_has_computed() -> None:
         assert answer.finished.cached_tokens == 28
         assert computed(second) == 2
         assert counters(second)["fetched_tokens_total"] == 28
-        fetches = second.loop.load().fetches
-        assert fetches is not None
-        assert (fetches.fetches, fetches.tokens) == (1, 28)
-        assert fetches.seconds > 0
+        totals = fetches(second)
+        assert (totals.fetches, totals.tokens, totals.failed_tokens) == (1, 28, 0)
+        assert totals.seconds > 0
 
     run(scenario)
 
@@ -128,6 +133,9 @@ def test_what_cannot_be_fetched_is_computed(
         assert answer.tokens == fake_continuation(PROMPT, 3)
         assert computed(second) == 30 + 2
         assert counters(second)["prefix_fetches_failed_total"] == 1
+        totals = fetches(second)
+        assert (totals.fetches, totals.tokens, totals.failed_tokens) == (0, 0, 28)
+        assert totals.failed_seconds > 0
 
     run(scenario)
 
@@ -142,6 +150,7 @@ def test_a_fetch_never_takes_more_than_half_of_what_is_available() -> None:
 
         assert answer.tokens == fake_continuation(PROMPT, 3)
         assert counters(second)["prefix_fetches_failed_total"] == 1
+        assert fetches(second).failed_tokens == 0  # nobody was asked
 
     run(scenario)
 
@@ -164,6 +173,7 @@ def test_a_request_that_is_cancelled_while_its_prefix_comes_leaves_nothing(is_re
             other = await gateway.ask("b", [1, 2, 3], prefill, max_tokens=2)
 
         assert other.tokens == fake_continuation([1, 2, 3], 2)
+        assert fetches(prefill or second).failed_tokens == 28
 
     run(scenario)
 

@@ -1,77 +1,43 @@
-"""What a fetch is expected to cost follows what fetches have taken."""
+"""What a worker's totals of fetches say: differences of two of them, less the asking."""
 
 import pytest
 
 from cluster.router.fetch_model import ASK_S, STARTING_TOKEN_S, FetchLearner, FetchTotals
 
 
-class _Fetches:
-    """A worker's totals, as they grow."""
-
-    def __init__(self, *learners: FetchLearner) -> None:
-        self.totals = FetchTotals()
-        self._learners = learners
-        self.report()
-
-    def report(self) -> None:
-        for learner in self._learners:
-            learner.report(self.totals)
-
-    def fetch(self, num_tokens: int, token_s: float, count: int = 1) -> None:
-        fetches, tokens, seconds = self.totals
-        self.totals = FetchTotals(fetches + count, tokens + num_tokens, seconds + count * ASK_S + num_tokens * token_s)
-        self.report()
-
-
-def test_the_first_fetch_is_believed() -> None:
+def learned(*totals: FetchTotals) -> float:
+    """Return what a token is expected to take after these reports."""
     learner = FetchLearner()
-    assert learner.token_s == STARTING_TOKEN_S
-
-    _Fetches(learner).fetch(10_000, 1e-3)
-
-    assert learner.token_s == pytest.approx(1e-3)
+    for each in totals:
+        learner.report(each, 0.0)
+    return learner.time.token_s(0.0)
 
 
-def test_one_disturbed_fetch_changes_little_and_a_slower_link_is_followed() -> None:
-    learner = FetchLearner()
-    fetches = _Fetches(learner)
-    fetches.fetch(1000, 1e-5)
-
-    fetches.fetch(1000, 1e-2)
-    assert learner.token_s < 1.5e-5
-
-    for _ in range(40):
-        fetches.fetch(1000, 1e-3, count=2)
-    assert learner.token_s == pytest.approx(1e-3, rel=0.05)
+ONE = FetchTotals(1, 1000, ASK_S + 0.1)
 
 
-def test_a_worker_that_has_fetched_nothing_is_taken_to_be_like_the_others() -> None:
-    elders = FetchLearner()
-    one, other = FetchLearner(elders), FetchLearner(elders)
+def test_a_difference_of_totals_is_an_observation_without_the_asking() -> None:
+    two_more = FetchTotals(3, 3000, ONE.seconds + 2 * ASK_S + 2000 * 1e-4)
 
-    _Fetches(one).fetch(1000, 2e-4)
-
-    assert one.token_s == other.token_s == pytest.approx(2e-4)
+    assert learned(FetchTotals(), ONE) == pytest.approx(1e-4)
+    assert learned(FetchTotals(), ONE, two_more) == pytest.approx(1e-4)
 
 
-def test_nothing_is_learned_from_another_life_or_from_no_tokens() -> None:
-    learner = FetchLearner()
-    fetches = _Fetches(learner)
-    fetches.fetch(1000, 1e-4)
-
-    fetches.fetch(0, 0.0)
-    fetches.totals = FetchTotals(0, 0, 0.0)
-    fetches.report()
-    assert learner.token_s == pytest.approx(1e-4)
-
-    fetches.fetch(500, 1e-4)
-    assert learner.token_s == pytest.approx(1e-4)
+def test_nothing_is_learned_from_a_first_report_no_change_or_another_life() -> None:
+    assert learned(ONE) == STARTING_TOKEN_S
+    assert learned(ONE, ONE) == STARTING_TOKEN_S
+    assert learned(ONE, FetchTotals()) == STARTING_TOKEN_S
+    assert learned(FetchTotals(failed_tokens=9, failed_seconds=9.0), FetchTotals()) == STARTING_TOKEN_S
 
 
 def test_a_fetch_that_took_no_longer_than_asking_costs_next_to_nothing() -> None:
-    learner = FetchLearner()
-    learner.report(FetchTotals())
+    assert 0 <= learned(FetchTotals(), FetchTotals(1, 1000, 1e-3)) < 1e-7
 
-    learner.report(FetchTotals(1, 1000, 1e-3))
 
-    assert 0 < learner.token_s < 1e-7
+def test_fetches_that_failed_count_by_what_they_wanted_and_lost() -> None:
+    assert learned(FetchTotals(), FetchTotals(failed_tokens=1000, failed_seconds=5.0)) == pytest.approx(5e-3)
+    assert learned(FetchTotals(), ONE, ONE._replace(failed_tokens=500, failed_seconds=5.0)) == pytest.approx(1e-2)
+
+
+def test_fetches_that_failed_at_once_say_nothing_of_the_link() -> None:
+    assert learned(FetchTotals(), FetchTotals(failed_tokens=1000, failed_seconds=1e-3)) == STARTING_TOKEN_S

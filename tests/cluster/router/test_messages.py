@@ -1,7 +1,8 @@
 """What workers say is what the router knows."""
 
 from baton_pb.v1 import worker_pb2
-from cluster.router.messages import facts_from_pb
+from cluster.router.fetch_model import FetchTotals
+from cluster.router.messages import facts_from_pb, load_from_pb
 
 
 def test_a_handshake_tells_the_limits_of_a_workers_steps() -> None:
@@ -10,3 +11,11 @@ def test_a_handshake_tells_the_limits_of_a_workers_steps() -> None:
     facts = facts_from_pb(worker_pb2.HandshakeReply(limits=limits))
 
     assert (facts.running_max, facts.token_budget) == (3, 7)
+
+
+def test_a_report_tells_what_was_fetched_and_what_failed() -> None:
+    fetches = worker_pb2.FetchTotals(fetches=1, tokens=2, seconds=3.0, failed_tokens=4, failed_seconds=5.0)
+
+    load = load_from_pb(worker_pb2.LoadReport(fetches=fetches))
+
+    assert load.fetches == FetchTotals(1, 2, 3.0, 4, 5.0)

@@ -14,7 +14,7 @@ from cluster.router.policies.registry import POLICIES
 from cluster.router.router import Router
 from cluster.router.worker import Account, Role, State, WorkerFacts, WorkerInfo, WorkerLoad
 from common.chain_hash import HASH_BYTES, chain_hashes, probe
-from common.clock import ManualClock
+from common.clock import Clock, ManualClock
 from common.errors import InvalidRequestError, MismatchError, WorkerLostError
 from tests.cluster.router.sizes import reachable_bytes
 
@@ -30,9 +30,9 @@ def facts(
     return WorkerFacts(generation, model_id, layout, BLOCK, probe(BLOCK), num_blocks, window)
 
 
-def make(*infos: WorkerInfo, policy: str = "prefix") -> Router:
+def make(*infos: WorkerInfo, policy: str = "prefix", clock: Clock | None = None) -> Router:
     """Return a router that has these workers, all ready."""
-    router = Router(POLICIES[policy](), Random(0))
+    router = Router(POLICIES[policy](), Random(0), clock)
     router.set_workers(infos)
     for info in infos:
         router.welcome(info.worker_id, facts())
@@ -107,6 +107,39 @@ def test_where_fetches_have_been_slow_a_prompt_is_computed(token_s: float, fetch
         router.report(name, WorkerLoad(fetches=FetchTotals(1, 1000, 1000 * token_s)))
 
     assert fetch_of(router, [*long, 1]) == fetched
+
+
+def test_over_a_link_that_always_fails_fetches_are_tried_one_at_a_time_and_seldom_until_it_works() -> None:
+    long, clock, fetches, tried_at = list(range(360)), ManualClock(), FetchTotals(), list[float]()
+    router = make(P0, D0, D1, policy="cost", clock=clock)
+    router.index.apply("d0", 1, True, chain_hashes(long, BLOCK))
+    router.report("d0", WorkerLoad(running_sequences=60))  # too busy to prefill
+
+    def place() -> bool:
+        reservation = router.place(ask(tokens=[*long, 1]))
+        reservation.release()
+        assert reservation.placement is not None
+        return reservation.placement.holder is not None
+
+    def seconds_pass(count: int, fetches: FetchTotals) -> None:
+        clock.advance(float(count))
+        for name in ("p0", "d1"):
+            router.report(name, WorkerLoad(fetches=fetches))
+
+    for _ in range(360):  # a prompt every five seconds, half an hour long
+        if place():
+            tried_at.append(clock.now())
+            fetches = FetchTotals(failed_tokens=360 * len(tried_at), failed_seconds=5.0 * len(tried_at))
+        seconds_pass(5, fetches)
+
+    assert 4 <= len(tried_at) <= 12
+    for _ in range(600):
+        if place():
+            break
+        seconds_pass(1, fetches)
+    assert not place()  # one tries, the others wait
+    seconds_pass(1, fetches._replace(fetches=1, tokens=360, seconds=0.01))
+    assert all(place() for _ in range(10))
 
 
 def test_nothing_is_fetched_for_a_policy_that_does_not_reckon_in_seconds_or_of_what_is_only_expected() -> None:
