@@ -80,8 +80,7 @@ class HolderService(worker_pb2_grpc.HolderServicer):
     ) -> None:
         push: Push | None = None
         try:
-            push = await self._endpoint.open_push(request.ticket)
-            push.announce(0, blocks)
+            push = await self._endpoint.open_push(request.ticket, blocks)
             outcome.set_result(await push.finish())
         except BatonError as error:
             outcome.set_exception(error)

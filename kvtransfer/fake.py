@@ -69,6 +69,8 @@ class FakeNetwork:
         """Raised by the next calls of `open_push`, one each."""
         self.piece_errors: deque[BatonError] = deque()
         """Each fails the transfer of the next piece that moves, at both ends."""
+        self.num_ready: list[int] = []
+        """Blocks that were ready when a push was opened, for each push so far."""
         self.endpoints: dict[str, FakeEndpoint] = {}
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -132,6 +134,7 @@ class FakeEndpoint:
         if not hmac.compare_digest(landing.ticket.secret, terms.secret):
             raise TransferError("wrong secret")
         push = FakePush(self, landing, terms)
+        self.network.num_ready.append(len(ready))
         push.announce(0, ready)
         return push
 

@@ -126,8 +126,14 @@ class BlockPush:
         self._peer.enqueue(self, Piece(first, tuple(block_ids), layers))
 
     async def opened(self) -> None:
-        """Wait until the receiver has accepted the ticket; raises what it answered instead."""
+        """Wait until the receiver has accepted the ticket, then queue what was ready; raises what it answered instead.
+
+        If this raises, nobody in this process has begun to read the source, and there is no quiet to be waited for.
+        """
         await asyncio.shield(self._opened)
+        piece, self.waiting = self.waiting, None
+        if piece is not None:
+            self.announce(piece.first, piece.block_ids, piece.layers)
 
     async def finish(self) -> PushReport:
         """Wait for the confirmation of all pieces; see `Push.finish`."""
@@ -180,9 +186,6 @@ class BlockPush:
         """Note the receiver's answer to Open."""
         if not self._opened.done():
             self._opened.set_result(None)
-            piece, self.waiting = self.waiting, None
-            if piece is not None:
-                self.announce(piece.first, piece.block_ids, piece.layers)
 
     def queued(self, count: int) -> None:
         """Note that so many pieces wait to be sent."""

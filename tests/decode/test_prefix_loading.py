@@ -62,6 +62,7 @@ def test_a_prefill_worker_fetches_what_another_has_computed() -> None:
         totals = fetches(second)
         assert (totals.fetches, totals.tokens, totals.failed_tokens) == (1, 28, 0)
         assert totals.seconds > 0
+        assert sorted(bench.network.num_ready) == [0, 0, 7]  # a fetch saves an exchange: all it brings is final already
 
     run(scenario)
 

@@ -42,6 +42,9 @@ class Wire:
         self.num_bytes = 0
         self.is_held = False
         """Whether messages wait for `flow`."""
+        self.is_lazy = False
+        """Whether the sender's pool is read only at `flow`, as by a link whose peer does not keep up."""
+        self._unread: list[Callable[[], None]] = []
         self._held: list[tuple[int, bytes]] = []
         self.has_held = asyncio.Event()
         self._arrived: dict[int, bytes] = {}
@@ -49,10 +52,25 @@ class Wire:
 
     def flow(self) -> None:
         """Let go of what was held."""
-        self.is_held = False
+        self.is_held = self.is_lazy = False
+        unread, self._unread = self._unread, []
+        for read in unread:
+            read()
         held, self._held = self._held, []
         for tag, message in held:
             self.put(tag, message)
+
+    @property
+    def num_unread(self) -> int:
+        """Pieces whose source will still be read."""
+        return len(self._unread)
+
+    def read(self, source: Callable[[], None]) -> None:
+        """Read a piece's source, now or at `flow`."""
+        if self.is_lazy:
+            self._unread.append(source)
+        else:
+            source()
 
     def put(self, tag: int, message: bytes) -> None:
         if self.is_held:
@@ -100,9 +118,15 @@ class FaultyOutbound:
         return self
 
     def send(self, runs: Runs, tag: int) -> asyncio.Future[None]:
-        for i, run in enumerate(runs):
-            self._wire.put(tag + i, bytes(self._memory.view[run.source : run.source + run.num_bytes]))
-        return _done()
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def read() -> None:
+            for i, run in enumerate(runs):
+                self._wire.put(tag + i, bytes(self._memory.view[run.source : run.source + run.num_bytes]))
+            sent.set_result(None)
+
+        self._wire.read(read)
+        return sent
 
     def send_bytes(self, data: memoryview, tag: int) -> asyncio.Future[None]:
         self._wire.put(tag, bytes(data))

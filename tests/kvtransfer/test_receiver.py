@@ -115,6 +115,38 @@ def test_an_open_with_a_wrong_piece_is_refused(
     asyncio.run(test())
 
 
+def test_a_sender_that_ends_at_any_byte_of_an_open_with_a_piece_leaves_all_blocks_to_their_owner(
+    make_shm_pair: MakePair,
+) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20), make_shm_pair() as pair:
+            before = bytes(SMALL_LAYOUT.block_bytes)
+            num_bytes = 0
+            while True:
+                landing = pair.receiver.grant([1], 0)
+                async with raw_sender(pair) as raw:
+                    payload = _opening(landing, raw.ready(landing)).SerializeToString()
+                    data = struct.pack("<I", len(payload)) + payload
+                    await raw.hello()
+                    await raw.receive()
+                    await raw.write(data[:num_bytes])
+                async with asyncio.timeout(1):  # long before any lease
+                    if num_bytes == len(data):
+                        with pytest.raises(TransferError, match="lost"):
+                            await landing.landed()
+                    await landing.abort("over")
+                pair.target.write(1, before)
+                await asyncio.sleep(0)
+                assert pair.target.block(1) == before
+                assert pair.receiver.num_active == 0
+                if num_bytes == len(data):
+                    break
+                num_bytes = min(num_bytes + 7, len(data))
+            await good_transfer(pair)
+
+    asyncio.run(test())
+
+
 def _opening(landing: BlockLanding, ready: Frame) -> Frame:
     ticket = landing.ticket
     return Frame(open=transfer_pb2.Open(transfer_id=ticket.transfer_id, secret=ticket.secret, ready=ready.ready))
