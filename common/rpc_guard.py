@@ -6,6 +6,7 @@ what a client did.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -21,6 +22,43 @@ Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
 """Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
 
 
+_INLINE_BYTES_MAX = 64 * 1024
+"""Of a message: takes 10 ms at most to read."""
+
+Read = Callable[[bytes], Any]
+
+
+class _Large:
+    """Stands for a message that is not read yet."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class _Reading:
+    """Reads one server's messages: large ones on a thread, one at a time, so that other calls go on between them."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="messages")
+
+    async def message(self, given: Any, read: Read | None) -> Any:
+        """Return a message.
+
+        Raises:
+            InvalidRequestError: it is none.
+        """
+        if isinstance(given, _Large) and read is not None:
+            given = await asyncio.get_running_loop().run_in_executor(self._thread, _tolerant(read), given.data)
+        if isinstance(given, _Malformed):
+            raise InvalidRequestError(f"the request is no valid message (text must be UTF-8): {given.reason}")
+        return given
+
+    async def messages(self, given: AsyncIterator[Any], read: Read | None) -> AsyncIterator[Any]:
+        """Return a stream's messages; see `message`."""
+        async for one in given:
+            yield await self.message(one, read)
+
+
 class _Malformed:
     """Stands for a message that could not be read."""
 
@@ -33,6 +71,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
+        self._reading = _Reading()
         self._guarded: dict[str, Any] = {}
         """By method; of those that there are."""
         self._calls = set[asyncio.Task[Any]]()
@@ -71,8 +110,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         return guarded
 
     def _wrapped(self, handler: Any) -> Any:
-        read = None if handler.request_deserializer is None else _tolerant(handler.request_deserializer)
-        check = _checked_all if handler.request_streaming else _checked
+        read: Read | None = handler.request_deserializer
         match handler.request_streaming, handler.response_streaming:
             case False, False:
                 make, serve = grpc.unary_unary_rpc_method_handler, handler.unary_unary
@@ -88,7 +126,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             assert task is not None, "gRPC serves each call in a task of its own"
             self._calls.add(task)
             try:
-                result = serve(check(request), context)
+                if handler.request_streaming:
+                    request = self._reading.messages(request, read)
+                else:
+                    request = await self._reading.message(request, read)
+                result = serve(request, context)
                 if not hasattr(result, "__aiter__"):
                     return await result
                 async with aclosing(result):
@@ -104,7 +146,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 self._calls.discard(task)
             return None
 
-        return make(guarded, read, handler.response_serializer)
+        return make(guarded, None if read is None else _small(read), handler.response_serializer)
 
 
 def _refusing(error: BatonError) -> Any:
@@ -116,7 +158,13 @@ def _refusing(error: BatonError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _tolerant(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _small(read: Read) -> Read:
+    """Return what reads a message at once unless it is large."""
+    read_or_mark = _tolerant(read)
+    return lambda data: read_or_mark(data) if len(data) <= _INLINE_BYTES_MAX else _Large(data)
+
+
+def _tolerant(read: Read) -> Read:
     def read_or_mark(data: bytes) -> Any:
         try:
             return read(data)
@@ -124,14 +172,3 @@ def _tolerant(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Malformed(str(error))
 
     return read_or_mark
-
-
-def _checked(request: Any) -> Any:
-    if isinstance(request, _Malformed):
-        raise InvalidRequestError(f"the request is no valid message (text must be UTF-8): {request.reason}")
-    return request
-
-
-async def _checked_all(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _checked(request)

@@ -17,7 +17,7 @@ from cluster.gateway.explained import explanation_metadata, wants_explanation
 from cluster.gateway.generate import Generator
 from cluster.gateway.parsing.interface import CallPiece
 from cluster.gateway.permissions import may_use
-from cluster.gateway.request import TextPrompt, check_text
+from cluster.gateway.request import TextPrompt, check_text, check_told
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER
 from common.errors import InvalidRequestError
@@ -69,6 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     token_ids = await self._tokenizing.token_ids(prompt)
                 case None:
                     raise InvalidRequestError("prompt is missing: set text or chat")
+            check_told("tokens", token_ids, limits)
             return inference_pb2.TokenizeResponse(
                 token_ids=token_ids, tokens=[self._text.token(token_id) for token_id in token_ids]
             )
@@ -82,10 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with bugs_to_errors("detokenize"):
             limits = self._generator.limits()
             self._generator.check_model(request.model)
-            if request.token_ids and max(request.token_ids) >= limits.vocab_tokens:
-                raise InvalidRequestError(
-                    f"token_ids must be below {limits.vocab_tokens}, got {max(request.token_ids)}"
-                )
+            check_told("token_ids", request.token_ids, limits)
             return inference_pb2.DetokenizeResponse(
                 text=self._text.decode(request.token_ids, skip_special_tokens=False)
             )

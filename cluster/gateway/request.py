@@ -151,6 +151,19 @@ def check_text(text: str, limits: Limits, add_special_tokens: bool = True) -> Te
     return TextPrompt(text, add_special_tokens)
 
 
+def check_told(name: str, token_ids: Collection[int], limits: Limits) -> None:
+    """Accept ids whose text is asked for: as many as the window has, for streams wait while they are turned into text.
+
+    Raises:
+        InvalidRequestError: too many, or one that is not in the vocabulary.
+    """
+    if len(token_ids) > limits.context_tokens:
+        raise InvalidRequestError(
+            f"{name} must be at most {limits.context_tokens}, as many as the context window has, got {len(token_ids)}"
+        )
+    _check_vocabulary(name, token_ids, limits)
+
+
 def check_window(num_prompt_tokens: int, max_tokens: int | None, limits: Limits) -> int:
     """Return the most tokens that may be generated after a prompt of this length.
 

@@ -1,11 +1,10 @@
 """Prompts -> token ids and chain hashes; long ones on a thread of their own, so that streams go on meanwhile."""
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from cluster.gateway.chat import ChatPrompt
+from cluster.gateway.fair_thread import FairThread
 from cluster.gateway.parsing.formats import Formats
 from cluster.gateway.rendering import Rendering
 from cluster.gateway.request import Prompt, TextPrompt, TokenPrompt
@@ -21,12 +20,12 @@ T = TypeVar("T")
 
 
 class Tokenizing:
-    """One thread named `tokenizer`. What waits for it is bounded by the requests that may run."""
+    """One thread named `tokenizer`, at which tenants take turns."""
 
     def __init__(self, text: Text, formats: Formats) -> None:
         self._text = text
         self._rendering = Rendering(text, formats)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._thread = FairThread("tokenizer")
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """Return a prompt's ids.
@@ -46,16 +45,15 @@ class Tokenizing:
         """Return the chain hashes of the full blocks, keyed with the tenant's salt."""
         if len(token_ids) <= _INLINE_TOKENS_MAX:
             return chain_hashes(token_ids, block_tokens, salt)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, chain_hashes, token_ids, block_tokens, salt)
+        return await self._thread.run(lambda: chain_hashes(token_ids, block_tokens, salt))
 
     def close(self) -> None:
         """Give the thread back; idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     async def on_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` on the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Run `work` on the thread, when it is the caller's turn."""
+        return await self._thread.run(work)
 
     async def _run(self, num_characters: int, work: Callable[[], T]) -> T:
         return work() if num_characters <= _INLINE_CHARACTERS_MAX else await self.on_thread(work)

@@ -28,7 +28,7 @@ _ID_MAX = 2**32 - 1
 
 
 TokenId = Annotated[int, Field(ge=0, le=_ID_MAX)]
-TokenIdList = Annotated[list[TokenId], Field(max_length=IDS_MAX)]
+TokenIdList = Annotated[list[TokenId], Field(max_length=IDS_MAX, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
 Count = Annotated[int, Field(ge=1, le=TOKENS_MAX)]
 Penalty = Annotated[float, Field(ge=-PENALTY_MAX, le=PENALTY_MAX)]
@@ -69,7 +69,7 @@ class SamplingFields(StructuredFields):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     """The same seed gives the same tokens; drawn unless given."""
-    stop: Stop | Annotated[list[Stop], Field(max_length=STOP_STRINGS_MAX)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=STOP_STRINGS_MAX, fail_fast=True)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=IDS_MAX)] | None = None

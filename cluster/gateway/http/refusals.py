@@ -24,6 +24,8 @@ _TYPES: dict[int, str] = {
 }
 _RETRY_AFTER_S = 1.0
 _LATER = (429, 503)
+_TOLD_MAX = 2000
+"""Faults of a body among which the one that was meant is looked for."""
 _NAMES = {"token_ids": "prompt"}
 """Fields that HTTP has under another name."""
 
@@ -91,6 +93,8 @@ def _body(status: int, message: str, param: str | None, code: str | int | None =
 
 
 def _of_validation_error(error: pydantic.ValidationError) -> Refusal:
+    if error.error_count() > _TOLD_MAX:  # each takes microseconds, and a body has room for millions
+        return Refusal(400, _body(400, f"the body has {error.error_count()} faults, too many to tell", None))
     found = error.errors(include_url=False, include_context=False, include_input=False)
     # Of the members of a union that failed, the one that got furthest is the one that was meant.
     about = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]

@@ -13,10 +13,9 @@ from cluster.gateway.http.base import Fields
 from cluster.gateway.http.fields import TokenId
 from cluster.gateway.http.messages import ChatFields, Messages
 from cluster.gateway.permissions import may_use
-from cluster.gateway.request import TextPrompt, check_text
+from cluster.gateway.request import TextPrompt, check_text, check_told
 from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.callers import CALLER
-from common.errors import InvalidRequestError
 from common.text import Text
 
 
@@ -67,6 +66,8 @@ class TextService:
         else:
             text = check_text(asked.prompt or "", limits).text
             token_ids = await self._tokenizing.token_ids(TextPrompt(text, asked.add_special_tokens))
+        if asked.return_token_strs:
+            check_told("tokens", token_ids, limits)
         texts = [self._text.token(token_id) for token_id in token_ids] if asked.return_token_strs else None
         return {
             "count": len(token_ids),
@@ -79,8 +80,7 @@ class TextService:
         """Return the text of ids, special tokens included."""
         limits = self._generator.limits()
         self._generator.check_model(asked.model)
-        if asked.tokens and max(asked.tokens) >= limits.vocab_tokens:
-            raise InvalidRequestError(f"tokens must be below {limits.vocab_tokens}, got {max(asked.tokens)}")
+        check_told("tokens", asked.tokens, limits)
         return {"prompt": self._text.decode(asked.tokens, skip_special_tokens=False)}
 
     def models(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from cluster.gateway.http.base import Fields, Ignored, Only
 from common.errors import InvalidRequestError
 
 Schema = dict[str, JsonValue]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
 _NAMES = (
     (re.compile(r"^(tools\[\d+\])\."), r"\1.function."),
     (re.compile(r"^(messages\[\d+\]\.tool_calls\[\d+\])\.(?=name|arguments)"), r"\1.function."),
@@ -54,7 +55,7 @@ class StructuredOutputs(Fields):
     json_: Annotated[str | Schema | None, Field(alias="json")] = None
     """A JSON schema."""
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: _Texts | None = None
     grammar: str | None = None
     """EBNF (GBNF) or Lark."""
     json_object: bool | None = None
@@ -82,7 +83,7 @@ class StructuredFields(Fields):
     guided_json: str | Schema | None = None
     """vLLM's older name of structured_outputs.json."""
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: _Texts | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: Ignored = None
     guided_whitespace_pattern: Annotated[JsonValue, Only()] = None

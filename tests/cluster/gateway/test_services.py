@@ -184,8 +184,23 @@ def test_a_message_of_64_megabytes_passes_where_that_is_configured(model_dir: Pa
             ):  # it was read: the window is small
                 await cluster.ask(request(text))
         async with fake_cluster(model_dir) as cluster:
-            with pytest.raises(OverloadedError, match=str(64 << 20)):
+            with pytest.raises(OverloadedError, match=str(4 << 20)):
                 await cluster.ask(request(text))
+
+    run(scenario())
+
+
+def test_ids_beyond_the_window_are_not_turned_into_text(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            window = (await cluster.status()).model.context_tokens
+            stub = cluster.stub
+            most = await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * window))
+            assert len(most.text) == window
+            with pytest.raises(InvalidRequestError, match=f"token_ids must be at most {window}"), typed_rpc_errors():
+                await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * (window + 1)))
+            with pytest.raises(InvalidRequestError, match=f"tokens must be at most {window}"), typed_rpc_errors():
+                await stub.Tokenize(inference_pb2.TokenizeRequest(text="x" * (window + 1)))
 
     run(scenario())
 

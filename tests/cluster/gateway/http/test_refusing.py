@@ -337,3 +337,44 @@ def test_every_error_has_its_code_and_words(kind: type[errors.BatonError]) -> No
 
 def test_an_unforeseen_error_says_its_class_and_nothing_else() -> None:
     assert refusal_of(KeyError("secret")).body["error"]["message"] == "internal error: KeyError"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        pytest.param(b'{"prompt": "x", "user": [%s1]}' % (b"[]," * 200_000), "200002 brackets", id="many lists"),
+        pytest.param(b'{"prompt": "x", "user": [%s1]}' % (b"{}," * 200_000), "200002 brackets", id="many objects"),
+        pytest.param(
+            b'{"prompt": "x", %s}' % b", ".join(b'"x%d": 1' % i for i in range(3000)),
+            "3000 faults",
+            id="unknown fields",
+        ),
+        pytest.param(b'{"prompt": "x", "user": "%s"}' % (b"x" * (4 << 20)), f"more than {4 << 20} bytes", id="bytes"),
+    ],
+)
+def test_a_body_that_would_take_long_to_read_is_refused(model_dir: Path, body: bytes, words: str) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            answer = await post(cluster, "/v1/completions", body)
+
+            assert answer.status in (400, 413)
+            assert words in answer.error["message"]
+
+    run(scenario())
+
+
+def test_ids_beyond_the_window_are_not_turned_into_text(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            window = (await get(cluster, "/v1/models")).json["data"][0]["max_model_len"]
+            whole = await post(cluster, "/detokenize", {"tokens": [65] * window})
+            longer = await post(cluster, "/detokenize", {"tokens": [65] * (window + 1)})
+            shown = await post(cluster, "/tokenize", {"prompt": "x" * (window + 1), "return_token_strs": True})
+            counted = await post(cluster, "/tokenize", {"prompt": "x" * (window + 1)})
+
+            assert whole.status == 200
+            assert (longer.status, longer.error["param"]) == (400, "tokens")
+            assert (shown.status, shown.error["param"]) == (400, "tokens")
+            assert counted.json["count"] > window
+
+    run(scenario())

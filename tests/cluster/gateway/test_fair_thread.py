@@ -1,0 +1,81 @@
+"""Work of one tenant waits for one piece of another tenant's, however much that one has brought."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+
+import pytest
+
+from cluster.gateway.fair_thread import FairThread
+from cluster.tenants.callers import CALLER, Caller
+from cluster.tenants.key_file import TenantRules
+from tests.cluster.fake_cluster import LIMIT_S, run
+
+RULES = TenantRules(cache="shared")
+
+
+def asked_by(tenant: str, work: Callable[[], Awaitable[object]]) -> "asyncio.Task[object]":
+    """Begin work in a task of a tenant's."""
+
+    async def asked() -> object:
+        return await work()
+
+    context = copy_context()
+    context.run(CALLER.set, Caller(tenant, "", False, RULES))
+    return asyncio.get_running_loop().create_task(asked(), context=context)
+
+
+@contextmanager
+def fair_thread() -> Iterator[FairThread]:
+    thread = FairThread("test")
+    try:
+        yield thread
+    finally:
+        thread.close()
+
+
+def test_tenants_take_turns() -> None:
+    done = list[str]()
+    gate = threading.Event()
+
+    async def scenario() -> None:
+        with fair_thread() as thread:
+            tasks = [asked_by("b", lambda: thread.run(lambda: gate.wait(LIMIT_S)))]
+            tasks += [asked_by("b", lambda name=name: thread.run(lambda: done.append(name))) for name in ("b1", "b2")]  # type: ignore[misc]  # mypy cannot infer a lambda's default
+            await asyncio.sleep(0)
+            tasks += [asked_by("a", lambda name=name: thread.run(lambda: done.append(name))) for name in ("a1", "a2")]  # type: ignore[misc]  # as above
+            await asyncio.sleep(0)
+            gate.set()
+            await asyncio.gather(*tasks)
+
+            assert done == ["b1", "a1", "b2", "a2"]
+
+    run(scenario())
+
+
+def test_an_error_is_told_and_what_was_given_up_does_not_run() -> None:
+    done = list[str]()
+    gate = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    async def scenario() -> None:
+        with fair_thread() as thread:
+            first = asked_by("a", lambda: thread.run(lambda: gate.wait(LIMIT_S)))
+            given_up = asked_by("a", lambda: thread.run(lambda: done.append("given up")))
+            failing = asked_by("b", lambda: thread.run(fail))
+            last = asked_by("a", lambda: thread.run(lambda: done.append("last")))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.sleep(0)
+            gate.set()
+
+            with pytest.raises(ValueError, match="wrong"):
+                await failing
+            await asyncio.gather(first, last)
+            assert done == ["last"]
+
+    run(scenario())
