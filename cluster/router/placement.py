@@ -109,7 +109,7 @@ class Reservation:
         size = self.size
         self._decode.end_decode(size.prompt.num_tokens, size.output_tokens)
         if exposed_s is not None and self._prefill is not None:
-            self._decode.saw_exposed(size.sent_tokens, exposed_s)
+            self._decode.saw_exposed(size.sent_tokens, exposed_s, self._outcome.now())
         self._outcome.released(self, size.blocks if was_prefilled else 0)
 
     def _end_prefill(self, is_success: bool) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cluster.router.backlog import Prompt
 from cluster.router.fetch_model import FetchLearner, FetchTotals
-from cluster.router.question import Candidate
+from cluster.router.question import EXPOSED_TOKEN_S, Candidate
 from cluster.router.room import AHEAD_S, Fulls
 from cluster.router.step_model import StepLearner, StepTotals
 from cluster.router.token_time import TokenTime
@@ -15,8 +15,6 @@ _AHEAD_MIN = 2
 """Prompts that a worker always gets: one to work at, one ahead."""
 _SPARE_SHARE = 16
 """A worker may have a sixteenth of its sequences waiting, and not be full: the next step needs somebody at hand."""
-_EXPOSED_GAIN, _SURPRISE, _EXPOSED_MIN_S = 0.1, 4.0, 1e-6
-"""Weight of one more transfer, the factor up to which its surprise counts, and seconds for each token beyond it."""
 
 
 class Role(enum.Enum):
@@ -136,6 +134,7 @@ class Worker:
     candidate: Candidate = field(init=False)
     _learner: StepLearner = field(init=False)
     _fetches: FetchLearner = field(init=False)
+    _exposed: TokenTime = field(init=False)
     _unplaced: _Unplaced = _NONE_UNPLACED
 
     def __post_init__(self) -> None:
@@ -215,6 +214,7 @@ class Worker:
         candidate.token_s = candidate.model.token_s
         self._fetches.report(load.fetches, now)
         candidate.fetch_token_s = self._fetches.time.token_s(now)
+        candidate.exposed_token_s = self._exposed.token_s(now)
         self._refresh()
 
     def forget_report(self) -> None:
@@ -223,12 +223,11 @@ class Worker:
         self.candidate.free_tokens = 0
         self._refresh()
 
-    def saw_exposed(self, num_tokens: int, seconds: float) -> None:
+    def saw_exposed(self, num_tokens: int, seconds: float, now: float) -> None:
         """Learn how long a sequence waited here for so many tokens' KV after its first token."""
         if num_tokens > 0:
-            candidate = self.candidate
-            seen = min(max(seconds / num_tokens, 0.0), _SURPRISE * candidate.exposed_token_s + _EXPOSED_MIN_S)
-            candidate.exposed_token_s += _EXPOSED_GAIN * (seen - candidate.exposed_token_s)
+            self._exposed.came(num_tokens, seconds, now)
+            self.candidate.exposed_token_s = self._exposed.token_s(now)
 
     def holds(self, num_tokens: int) -> bool:
         """Whether its whole pool is large enough for so many tokens, and one more, which a worker asks for."""
@@ -246,6 +245,7 @@ class Worker:
 
     def _learn_anew(self) -> None:
         self._learner, self._fetches = StepLearner(elders=self.elders), FetchLearner(self.fetch_elders)
+        self._exposed = TokenTime(EXPOSED_TOKEN_S)
 
     def _refresh(self) -> None:
         """Reckon the load: what was reported, and how the account has changed since then."""

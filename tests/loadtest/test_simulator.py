@@ -146,15 +146,15 @@ def test_a_prefill_worker_fetches_the_answer_before_from_the_decode_worker_that_
     assert second["cost"].cached_tokens == 192
 
 
-def test_behind_a_link_so_slow_that_no_fetch_succeeds_few_turns_lose_the_time_of_an_attempt() -> None:
-    what = plan("conversation:turns=8,system_tokens=64,user_tokens=64,output_tokens=257", "closed:users=1", 1)
-    profile = PROFILE.model_copy(update={"link": PROFILE.link.model_copy(update={"bytes_per_s": 3e5})})
+def test_behind_a_link_so_slow_that_no_fetch_succeeds_few_prompts_lose_the_time_of_an_attempt() -> None:
+    what = plan("synthetic:prompt_tokens=1100,output_tokens=30,prefixes=40,prefix_tokens=1000", "closed:users=4", 160)
+    profile = PROFILE.model_copy(update={"link": PROFILE.link.model_copy(update={"bytes_per_s": 1e6})})
+    simulation = Simulation(what, profile, ClusterShape(prefill=0, decode=0, both=3))
+    simulation.run()
 
-    ended = records(what, ClusterShape(prefill=2, decode=1), profile)
-
-    queued = [record.server.queue_s for record in ended if record.server is not None]
-    assert len(queued) == 8
-    assert 1 <= sum(seconds >= 5.0 for seconds in queued) <= 2  # each prefill worker once
+    fetches = [row.load.fetches for row in simulation.cluster.router.workers]
+    assert sum(each.fetches for each in fetches) == 0
+    assert 1 <= sum(each.failed_seconds for each in fetches) / 5.0 <= 8
 
 
 def test_requests_wait_at_the_router_and_overload_is_refused_there() -> None:

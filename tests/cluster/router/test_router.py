@@ -142,6 +142,24 @@ def test_over_a_link_that_always_fails_fetches_are_tried_one_at_a_time_and_seldo
     assert all(place() for _ in range(10))
 
 
+def test_where_kv_is_long_waited_for_the_decoder_prefills_and_after_some_minutes_the_way_is_tried_again() -> None:
+    clock, prompts = ManualClock(), iter(range(1000, 10_000, 300))
+    router = make(P0, D0, policy="cost", clock=clock)
+
+    def place() -> str | None:
+        first = next(prompts)
+        reservation = router.place(ask(tokens=list(range(first, first + 300))))
+        reservation.first_token()
+        reservation.release(1.0)  # so long it waited, if it was prefilled elsewhere
+        return ids(reservation)[1]
+
+    assert [place() for _ in range(3)] == ["p0", None, None]
+    clock.advance(600.0)
+    for name in ("p0", "d0"):
+        router.report(name, WorkerLoad())
+    assert [place() for _ in range(3)] == ["p0", None, None]
+
+
 def test_nothing_is_fetched_for_a_policy_that_does_not_reckon_in_seconds_or_of_what_is_only_expected() -> None:
     long = list(range(360))
     router = make(P0, D0, D1, policy="least_loaded")
