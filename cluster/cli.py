@@ -41,7 +41,7 @@ ConfigFile = Annotated[
 Settings = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override one setting; repeatable.")]
 Address = Annotated[str, typer.Option("--addr", metavar="HOST:PORT", help="The gateway's gRPC address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ApiKey = Annotated[Path | None, typer.Option("--key-file", help="Holds the API key to show.")]
+ApiKey = Annotated[Path | None, typer.Option("--key-file", metavar="FILE", help="Holds the API key to show.")]
 Authority = Annotated[
     Path | None, typer.Option("--ca", help="PEM of the authority that certified the gateway; without it: no TLS.")
 ]

@@ -91,7 +91,7 @@ def run(
     context_tokens: ContextOption = 8192,
     vocab_tokens: VocabOption = None,
     words: WordsOption = False,
-    api_key_file: KeyOption = None,
+    key_file: KeyOption = None,
     search: Annotated[
         bool, typer.Option("--find-goodput", help="Search the highest rate within the SLO; see `find-goodput`.")
     ] = False,
@@ -104,7 +104,7 @@ def run(
         asked = slo if targets else None
         options = RunOptions(seed, duration, timeout, ignore_eos, asked)
         plan = _plan(workload, arrival, sessions, slo, options)
-        connect = partial(_target, target, model, context_tokens, vocab_tokens, words, api_key_file)
+        connect = partial(_target, target, model, context_tokens, vocab_tokens, words, key_file)
         is_search = search or context.info_name == _SEARCH
         goodput = GoodputSearch(first_rate, ATTAINMENT, precision) if is_search else None
         try:
@@ -236,9 +236,9 @@ def _target(
     name: str, model: str | None, context_tokens: int, vocab_tokens: int | None, words: bool, key_file: Path | None
 ) -> Target:
     try:
-        key = None if key_file is None else key_file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read {key_file}: {error}") from error
+        key = None if key_file is None else key_file.expanduser().read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --key-file: {error}") from error
     if not name.startswith(("http://", "https://")):
         return BatonTarget(name.removeprefix("grpc://"), vocab_tokens, key=key)
     return OpenAITarget(name, model, context_tokens, vocab_tokens or 32_000, words, key)

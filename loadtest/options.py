@@ -46,7 +46,7 @@ VocabOption = Annotated[
     int | None, typer.Option(min=32, help="Draw token ids below this; OpenAI targets do not tell theirs: 32000.")
 ]
 WordsOption = Annotated[bool, typer.Option("--words", help="Send words in place of token ids (OpenAI targets).")]
-KeyOption = Annotated[Path | None, typer.Option(help="File that holds the API key.")]
+KeyOption = Annotated[Path | None, typer.Option("--key-file", metavar="FILE", help="Holds the API key to show.")]
 RateOption = Annotated[float, typer.Option("--first-rate", min=0.0001, help="Sessions per second to begin with.")]
 PrecisionOption = Annotated[float, typer.Option(min=0.001, help="End of the search: relative width of the bracket.")]
 TargetsOption = Annotated[

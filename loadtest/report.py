@@ -130,12 +130,16 @@ def _latency_table(summaries: dict[str, Summary]) -> str:
 def _facts_table(summaries: dict[str, Summary], slo: Slo) -> str:
     columns = {name: facts(summary, slo) for name, summary in summaries.items()}
     head = "" if len(columns) == 1 else f"<tr><th></th>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>"
-    labels = next(iter(columns.values()))
+    labels = dict.fromkeys(label for cells in columns.values() for label in cells)
     rows = "".join(
-        f"<tr><td>{escape(label)}</td>{''.join(f'<td>{escape(cells[label])}</td>' for cells in columns.values())}</tr>"
+        f"<tr><td>{escape(label)}</td>{''.join(_cell(cells.get(label, '-')) for cells in columns.values())}</tr>"
         for label in labels
     )
     return f"<div class=wide><table>{head}{rows}</table></div>"
+
+
+def _cell(text: str) -> str:
+    return f"<td>{escape(text)}</td>"
 
 
 def _grid(charts: Sequence[str]) -> str:

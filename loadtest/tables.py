@@ -7,6 +7,9 @@ from rich.table import Table
 from loadtest.metrics import Distribution, Summary
 from loadtest.records import RatePoint, Slo
 
+_VISIBLE = 1.005
+"""A ratio that is not 1.00 with two decimals."""
+
 
 def summary_table(summary: Summary, slo: Slo, title: str) -> Table:
     """Return one run's numbers; latencies in milliseconds."""
@@ -33,9 +36,9 @@ def latencies(summary: Summary) -> dict[str, Distribution]:
 
 
 def facts(summary: Summary, slo: Slo) -> dict[str, str]:
-    """Return everything else by its label, formatted."""
+    """Return everything else that is known by its label, formatted. A simulated client is never late."""
     errors = ", ".join(f"{name} {count}" for name, count in sorted(summary.errors.items())) or "none"
-    return {
+    known = {
         "requests": f"{summary.completed} of {summary.requests} answered",
         "errors": errors,
         "duration": f"{summary.duration_s:.2f} s",
@@ -46,20 +49,23 @@ def facts(summary: Summary, slo: Slo) -> dict[str, str]:
         f"SLO met (TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s)": f"{summary.slo_attainment:.1%}",
         "goodput, requests/s": f"{summary.goodput_per_s:.3f}",
         "decode workers used": str(summary.decode_workers or "unknown"),
-        "busiest of these / mean": f"{summary.load_imbalance:.2f}",
-        "client lag p99": f"{summary.send_lag.p99 * 1000:.1f} ms",
     }
+    if summary.decode_workers:
+        known["busiest of these / mean"] = f"{summary.load_imbalance:.2f}"
+    if summary.send_lag.max > 0:
+        known["client lag p99"] = f"{summary.send_lag.p99 * 1000:.1f} ms"
+    return known
 
 
 def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) -> Table:
-    """Return two runs side by side; a ratio above 1 says that the second is better."""
+    """Return two runs side by side, with the one that is better and by how much."""
     table = Table(title=f"{names[0]} (A) against {names[1]} (B)", title_justify="left")
-    for name in ("", "A", "B", "B better by"):
+    for name in ("", "A", "B", "better"):
         table.add_column(name, justify="right" if name else "left")
     for (label, a), b in zip(latencies(first).items(), latencies(second).values(), strict=True):
         for column in ("mean", "p50", "p90", "p99"):
             x, y = getattr(a, column), getattr(b, column)
-            table.add_row(f"{label} {column}", f"{x * 1000:.1f}", f"{y * 1000:.1f}", _ratio(x, y))
+            table.add_row(f"{label} {column}", f"{x * 1000:.1f}", f"{y * 1000:.1f}", _better(y, x))
         table.add_section()
     rates = {
         "requests/s": (first.requests_per_s, second.requests_per_s),
@@ -69,7 +75,7 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
         "cache hit": (first.cache_hit, second.cache_hit),
     }
     for label, (x, y) in rates.items():
-        table.add_row(label, f"{x:.3f}", f"{y:.3f}", _ratio(y, x))
+        table.add_row(label, f"{x:.3f}", f"{y:.3f}", _better(x, y))
     errors = [str(sum(summary.errors.values())) for summary in (first, second)]
     table.add_row("errors", *errors, "")
     return table
@@ -89,5 +95,9 @@ def _columns(values: Distribution) -> tuple[float, ...]:
     return values.mean, values.p50, values.p90, values.p99, values.max
 
 
-def _ratio(larger: float, smaller: float) -> str:
-    return f"{larger / smaller:.2f}x" if smaller > 0 else "-"
+def _better(a: float, b: float) -> str:
+    """Return which of two numbers that should be large is better, and how many times."""
+    if a <= 0 or b <= 0:
+        return "-"
+    name, ratio = ("B", b / a) if b > a else ("A", a / b)
+    return "equal" if ratio < _VISIBLE else f"{name} {ratio:.2f}x"

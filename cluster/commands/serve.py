@@ -185,7 +185,7 @@ class _Serving:
         hint = "" if gateway.grpc_port == 50051 else f" --addr {address}"
         hint += " --ca CA.pem" if gateway.tls.is_on else ""
         if gateway.keys_file is not None:
-            hint, curl = f"{hint} --key-file KEY", f"{curl} -H 'authorization: Bearer KEY'"
+            hint, curl = f"{hint} --key-file FILE", f"{curl} -H 'authorization: Bearer KEY'"
         self._report.close()
         self._report.say(
             f"{READY_WORD} after {seconds:.1f} s: {model.model_id} on grpc://{address} and {scheme}://{http}/v1"

@@ -16,6 +16,8 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli import one_line_errors
+from common.errors import ConfigError
 from loadtest.bench.common import BenchRow, Repeated, publish
 from loadtest.bench.pair_process import Means, Pair, PairError
 from loadtest.bench.pairs import (
@@ -39,6 +41,7 @@ from loadtest.bench.pairs import (
 from loadtest.bench.samples import Samples
 
 ALL_WORK = ["demo", "8b", "streamed", "packing", "storm"]
+NAMES = "; ".join(one.name for one in ALL)
 TITLES = {"demo": "23.6 MB", "8b": "134 MB"}
 ORDERS = {"whole": "whole", "layers": "by layer"}
 OURS = (OURS_SHM, OURS_UCX, OURS_TCP)
@@ -57,12 +60,21 @@ Results = dict[tuple[str, str], Samples]
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of each transfer, interleaved; at most.")] = 9,
-    only: Annotated[list[str], typer.Option(help="Measure these means only, by the begin of their names.")] = [],  # noqa: B006
-    work: Annotated[list[str], typer.Option(help=f"Of: {', '.join(ALL_WORK)}.")] = ALL_WORK,
+    only: Annotated[
+        list[str], typer.Option(help=f"Measure these means only, by the begin of their names: {NAMES}. Repeatable.")
+    ] = [],  # noqa: B006
+    work: Annotated[list[str], typer.Option(help=f"Of: {', '.join(ALL_WORK)}. Repeatable.")] = ALL_WORK,
     row_s: Annotated[float, typer.Option(min=0, help="Seconds for the rounds of one means on one work.")] = 4.0,
     total_s: Annotated[float, typer.Option(min=1, help="Seconds for everything; what is left then is left out.")] = 450,
 ) -> None:
     """Measure transfers between two processes of this machine, beside memcpy, sockets and others' libraries."""
+    with one_line_errors():
+        for name in only:
+            if not any(one.name.startswith(name) for one in ALL):
+                raise ConfigError(f"--only {name!r} begins none of the means: {NAMES}")
+        for name in work:
+            if name not in ALL_WORK:
+                raise ConfigError(f"--work {name!r} is none of {', '.join(ALL_WORK)}")
     means = [one for one in ALL if not only or any(one.name.startswith(name) for name in only)]
     limits = Limits(rounds, row_s=row_s, total_s=total_s)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:

@@ -99,9 +99,11 @@ def load_profile(name: str) -> Profile:
     try:
         tree: Any = yaml.safe_load(path.read_text())
         return Profile.model_validate(tree)
-    except (OSError, yaml.YAMLError) as error:
-        known = ", ".join(shipped())
-        raise ConfigError(f"cannot read profile {name!r} (shipped: {known}): {' '.join(str(error).split())}") from error
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"profile {name!r} is no file ({reason}), nor one of {', '.join(shipped())}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"profile {name!r} is no YAML: {' '.join(str(error).split())}") from error
     except pydantic.ValidationError as error:
         details = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"profile {name!r}: {details}") from error

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -276,3 +277,39 @@ def test_status_shows_every_pair_of_workers_with_its_rate() -> None:
 
     line = next(line for line in console.export_text().splitlines() if "prefill-0" in line)
     assert all(text in line for text in ("decode-0", "shm", "7.50 GB/s", "23.6 MB", "6", "17", "4.1 ms", "2"))
+
+
+def test_nodes_of_a_ray_whose_token_is_not_shown_says_at_once_what_to_set() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(2), interceptors=[_RayWithToken()])
+    port = server.add_insecure_port("0.0.0.0:0")  # Ray takes 127.0.0.1 for the host's own address
+    server.start()
+    try:
+        done = baton("nodes", "--address", f"127.0.0.1:{port}")
+    finally:
+        server.stop(None).wait(LIMIT_S)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        f"baton: cannot join Ray at 127.0.0.1:{port}: its token is missing or wrong: set RAY_"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+class _RayWithToken(grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Refuses every call in Ray's words."""
+
+    def intercept_service(self, continuation: object, handler_call_details: object) -> Any:
+        def refuse(_: object, context: grpc.ServicerContext) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: Authentication token is missing")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def test_nodes_at_an_address_where_nothing_listens_says_so() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+        done = baton("nodes", "--address", address)
+
+    assert (done.returncode, done.stderr) == (2, f"baton: cannot join Ray at {address}: connection refused\n")

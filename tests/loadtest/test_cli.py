@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from baton_pb.v1 import inference_pb2_grpc
 from common.rpc import bind
+from loadtest.bench.cli import app as bench_app
 from loadtest.cli import app
 from loadtest.echo import EchoServer, EchoService, EchoTimes
 from loadtest.records import RunFile
@@ -168,3 +169,17 @@ def test_a_set_up_error_is_one_line(echo: str, arguments: list[str], code: int, 
     assert result.exit_code == code
     assert result.stderr.count("\n") == 1
     assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--only", "carrier pigeon", "'carrier pigeon' begins none of the means: memcpy in one process; "),
+        ("--work", "nothing", "'nothing' is none of demo, 8b,"),
+    ],
+)
+def test_a_benchmark_of_nothing_is_refused_with_what_there_is(option: str, name: str, words: str) -> None:
+    done = CliRunner().invoke(bench_app, ["bench", "transfer", option, name])
+
+    assert done.exit_code == 2
+    assert words in done.stderr

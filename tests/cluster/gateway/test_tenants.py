@@ -121,7 +121,7 @@ RULES = [
     pytest.param({"output_tokens_max": 1}, {}, InvalidRequestError, 400, "max_tokens must be at most 1", id="output"),
     pytest.param({"requests_per_s": 0.001}, {}, OverloadedError, 429, "0.001 calls a second", id="rate"),
     pytest.param({"tokens_per_min": 8}, {}, OverloadedError, 429, "8 tokens a minute", id="tokens"),
-    pytest.param({"concurrent_max": 1}, {"n": 2}, OverloadedError, 429, "1 requests at once", id="concurrent"),
+    pytest.param({"concurrent_max": 1}, {"n": 2}, OverloadedError, 429, "1 request at once", id="concurrent"),
 ]
 
 
