@@ -166,6 +166,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             backend=engine.backend,
             transfer=self._endpoint.address,
             limits=self._identity.limits,
+            block_bytes=layout.block_bytes,
         )
 
     def load(self) -> worker_pb2.LoadReport:

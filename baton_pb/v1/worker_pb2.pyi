@@ -94,6 +94,7 @@ class HandshakeReply(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___WorkerRole.ValueType
     generation: _builtins.int
@@ -103,6 +104,8 @@ class HandshakeReply(_message.Message):
     num_blocks: _builtins.int
     context_tokens: _builtins.int
     backend: _builtins.str
+    block_bytes: _builtins.int
+    """Bytes of a block of the layout; 0: unknown."""
     @_builtins.property
     def layout(self) -> _transfer_pb2.BlockLayout: ...
     @_builtins.property
@@ -123,10 +126,11 @@ class HandshakeReply(_message.Message):
         backend: _builtins.str = ...,
         transfer: _transfer_pb2.TransferAddress | None = ...,
         limits: Global___WorkerLimits | None = ...,
+        block_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "context_tokens", b"context_tokens", "generation", b"generation", "hash_probe", b"hash_probe", "layout", b"layout", "limits", b"limits", "model_id", b"model_id", "num_blocks", b"num_blocks", "role", b"role", "transfer", b"transfer", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "block_bytes", b"block_bytes", "context_tokens", b"context_tokens", "generation", b"generation", "hash_probe", b"hash_probe", "layout", b"layout", "limits", b"limits", "model_id", b"model_id", "num_blocks", b"num_blocks", "role", b"role", "transfer", b"transfer", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from cluster.router.fetch_model import ASK_S
 from cluster.router.question import Candidate, Question
 
-_HOST_TOKEN_S, _DISK_TOKEN_S = 2e-5, 2e-4
-"""To bring a token's KV back to the pool: 131 KB at 6.5 GB/s and 650 MB/s."""
+_HOST_BYTES_S, _DISK_BYTES_S = 6.5e9, 6.5e8
+"""At which KV is brought back to the pool."""
 
 
 class PrefillEstimate(NamedTuple):
@@ -187,10 +187,11 @@ def _cached(question: Question, candidate: Candidate) -> tuple[int, float]:
     memory = max(pool, min(hits.memory_of(worker_id) * block_tokens, most))
     token_s = candidate.model.token_s + candidate.model.pair_s * question.num_tokens
     cached, restore_s = pool, 0.0
-    if token_s > _HOST_TOKEN_S:
-        cached, restore_s = memory, (memory - pool) * _HOST_TOKEN_S
-        if token_s > _DISK_TOKEN_S:
-            cached, restore_s = total, restore_s + (total - memory) * _DISK_TOKEN_S
+    host_token_s, disk_token_s = candidate.token_bytes / _HOST_BYTES_S, candidate.token_bytes / _DISK_BYTES_S
+    if token_s > host_token_s:
+        cached, restore_s = memory, (memory - pool) * host_token_s
+        if token_s > disk_token_s:
+            cached, restore_s = total, restore_s + (total - memory) * disk_token_s
     return cached, restore_s
 
 

@@ -74,6 +74,7 @@ def facts_from_pb(handshake: worker_pb2.HandshakeReply) -> WorkerFacts:
         context_tokens=handshake.context_tokens,
         running_max=handshake.limits.running_max,
         token_budget=handshake.limits.token_budget,
+        block_bytes=handshake.block_bytes,
     )
 
 

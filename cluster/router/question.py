@@ -15,6 +15,9 @@ from cluster.router.step_model import STARTING, StepModel
 EXPOSED_TOKEN_S = 1e-6
 """Of Candidate.exposed_token_s, before anything was seen."""
 
+_TOKEN_BYTES = 131072.0
+"""Of Candidate.token_bytes, for a worker that does not say: 8 billion parameters, KV in 16 bits."""
+
 
 @dataclass(slots=True, eq=False)
 class Candidate:
@@ -35,6 +38,8 @@ class Candidate:
     """Of these: used by sequences, reported or placed."""
     free_tokens: int = 0
     """Of these: hold nothing, by the last report. The rest is kept for later prompts."""
+    token_bytes: float = _TOKEN_BYTES
+    """Of a token's KV."""
     model: StepModel = STARTING
     """What its steps cost."""
     step_s: float = STARTING.base_s

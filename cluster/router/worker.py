@@ -61,6 +61,8 @@ class WorkerFacts:
     """Most sequences in a step; 0: unknown, or it does not decode."""
     token_budget: int = 0
     """Most prompt tokens in a step; 0: unknown."""
+    block_bytes: int = 0
+    """Of a block's KV; 0: unknown."""
 
     @property
     def pool_tokens(self) -> int:
@@ -148,6 +150,8 @@ class Worker:
         self.candidate.model = self._learner.model
         self.candidate.pool_tokens = facts.pool_tokens
         self.candidate.backlog.token_budget = facts.token_budget
+        if facts.block_bytes:
+            self.candidate.token_bytes = facts.block_bytes / facts.block_tokens
         self._refresh()
 
     def begin_decode(self, prompt_tokens: int, output_tokens: int) -> None:

@@ -146,6 +146,7 @@ class SimulatedCluster:
             num_blocks=profile.pool_blocks,
             context_tokens=profile.context_tokens,
             token_budget=profile.prefill_token_budget,
+            block_bytes=profile.kv_bytes_per_token * profile.block_tokens,
         )
         running_max = profile.running_max if shape.admission else 0
         decodes = replace(facts, running_max=running_max, token_budget=profile.decode_token_budget)

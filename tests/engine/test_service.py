@@ -124,6 +124,7 @@ def test_the_handshake_tells_what_callers_compare() -> None:
             assert reply.generation == bench.service.generation
             assert reply.hash_probe == probe(4)
             assert reply.layout == bench.engine.layout.to_pb()
+            assert reply.block_bytes == bench.engine.layout.block_bytes
             assert (reply.num_blocks, reply.context_tokens, reply.backend) == (8, 4096, "fake")
             assert reply.transfer.worker_id == "w"
             assert reply.limits == worker_pb2.WorkerLimits(running_max=3, waiting_max=5, token_budget=7)

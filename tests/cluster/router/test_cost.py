@@ -142,6 +142,25 @@ def test_what_lies_in_slower_tiers_counts_for_less() -> None:
     assert (estimate.first.num_cached, estimate.first.restore_s > 0) == (1599, True)
 
 
+@pytest.mark.parametrize(
+    ("token_bytes", "num_cached"), [(20_000, 1599), (600_000, 1599), (2_000_000, 640), (20_000_000, 320)]
+)
+def test_what_is_brought_back_from_host_or_disk_depends_on_how_large_the_models_kv_is(
+    token_bytes: int, num_cached: int
+) -> None:
+    router, whole = cluster("p0", "d0"), chain()
+    router.welcome("p0", WorkerFacts(1, "m", "l", BLOCK, b"", 4096, 1 << 16, block_bytes=token_bytes * BLOCK))
+    router.report("p0", WorkerLoad(free_blocks=4096))
+    know(router, "p0", MODEL)
+    router.index.replace("p0", Snapshot(pool=whole[:20], host=whole[20:40], disk=whole[40:]))
+
+    first = router.predict(ask()).first
+
+    assert first.num_cached == num_cached
+    restored = {320: 0, 640: 320 / 6.5e9}.get(num_cached, 320 / 6.5e9 + 959 / 6.5e8)
+    assert first.restore_s == pytest.approx(token_bytes * restored)
+
+
 def test_a_prompt_follows_its_sibling_that_is_being_prefilled() -> None:
     clock = ManualClock()
     router = cluster("p0", "p1", "p2", "p3", "d0", clock=clock)

@@ -5,12 +5,12 @@ from cluster.router.fetch_model import FetchTotals
 from cluster.router.messages import facts_from_pb, load_from_pb
 
 
-def test_a_handshake_tells_the_limits_of_a_workers_steps() -> None:
+def test_a_handshake_tells_the_limits_of_a_workers_steps_and_how_large_its_blocks_are() -> None:
     limits = worker_pb2.WorkerLimits(running_max=3, waiting_max=5, token_budget=7)
 
-    facts = facts_from_pb(worker_pb2.HandshakeReply(limits=limits))
+    facts = facts_from_pb(worker_pb2.HandshakeReply(limits=limits, block_bytes=9))
 
-    assert (facts.running_max, facts.token_budget) == (3, 7)
+    assert (facts.running_max, facts.token_budget, facts.block_bytes) == (3, 7, 9)
 
 
 def test_a_report_tells_what_was_fetched_and_what_failed() -> None:
