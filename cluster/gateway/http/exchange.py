@@ -23,6 +23,7 @@ _EVENTS = "text/event-stream; charset=utf-8"
 _COMMENT = b": still waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
 _TIMEOUT = "x-request-timeout"
+_TOO_LARGE = "the body has more than {} bytes"
 
 
 class Exchange:
@@ -88,7 +89,8 @@ class Exchange:
         most = self._limits.body_bytes_max
         announced = self.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > most:
-            raise _too_large(most)
+            # Its end is known, and what comes is dropped: clients read no answer before they have sent everything.
+            raise HttpError(413, _TOO_LARGE.format(most))
         parts = bytearray()
         try:
             async with asyncio.timeout(self._limits.arrival_s):
@@ -98,7 +100,7 @@ class Exchange:
                         raise CancelledRequestError("the client left while it sent its request")
                     parts += message.get("body", b"")
                     if len(parts) > most:
-                        raise _too_large(most)
+                        raise HttpError(413, _TOO_LARGE.format(most), {"connection": "close"})
                     if not message.get("more_body", False):
                         return bytes(parts)
         except TimeoutError as error:
@@ -238,7 +240,3 @@ def _request_id(given: str) -> str:
     """Return the client's own id if it can be used, a new one otherwise."""
     is_fit = 0 < len(given) <= REQUEST_ID_CHARACTERS_MAX // 2 and given.isascii() and given.isprintable()
     return given if is_fit and " " not in given else f"req-{secrets.token_hex(12)}"
-
-
-def _too_large(most: int) -> HttpError:
-    return HttpError(413, f"the body has more than {most} bytes", {"connection": "close"})

@@ -95,7 +95,11 @@ def test_a_sampling_field_out_of_range_is_named(sampling: dict[str, Any], words:
             "prompt has 100 tokens, at most 99 are possible",
             id="too many ids",
         ),
-        pytest.param(inference_pb2.GenerateRequest(text="x" * 30_000), "prompt has 30000 characters", id="long text"),
+        pytest.param(
+            inference_pb2.GenerateRequest(text="x" * 3_169),
+            "prompt has 3169 characters, more than 3168",
+            id="long text",
+        ),
         pytest.param(
             inference_pb2.GenerateRequest(text="x", request_id="x" * 129),
             "at most 128 characters, got 129",
