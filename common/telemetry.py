@@ -40,6 +40,10 @@ PREDICTION = Metric(
     tuple(2.0**power for power in range(-4, 6)),
 )
 ITL = Metric("baton_gateway_itl_seconds", "histogram", "Gap between two tokens of a stream.", (), _ITL_BUCKETS)
+E2E = Metric("baton_gateway_e2e_seconds", "histogram", "Request received -> last token.", (), _TTFT_BUCKETS)
+FINISHED = Metric(
+    "baton_gateway_finished_total", "counter", "Requests that ended well: stop, length, cancelled.", ("reason",)
+)
 HTTP_RESPONSES = Metric(
     "baton_gateway_http_responses_total", "counter", "HTTP responses, by path and code.", ("path", "code")
 )
@@ -75,6 +79,28 @@ TENANT_COST = Metric(
 )
 TENANT_REFUSALS = Metric(
     "baton_tenant_refusals_total", "counter", "Calls refused by a rule of the tenant's own.", ("tenant", "rule")
+)
+
+# By vLLM's names, for dashboards and autoscalers that were written for it: https://docs.vllm.ai, "Production metrics".
+_MODEL = ("model_name",)
+VLLM_RUNNING = Metric("vllm:num_requests_running", "gauge", "Requests that have their workers.", _MODEL)
+VLLM_WAITING = Metric("vllm:num_requests_waiting", "gauge", "Requests that wait for theirs.", _MODEL)
+VLLM_USAGES = tuple(
+    Metric(f"vllm:{name}_usage_perc", "gauge", "Share of the decode workers' blocks in use, 0 to 1.", _MODEL)
+    for name in ("kv_cache", "gpu_cache")
+)
+VLLM_PREFIX_QUERIES = Metric("vllm:prefix_cache_queries_total", "counter", "Prompt tokens that were looked up.", _MODEL)
+VLLM_PREFIX_HITS = Metric("vllm:prefix_cache_hits_total", "counter", "Of these: found.", _MODEL)
+VLLM_PROMPT_TOKENS = Metric("vllm:prompt_tokens_total", "counter", PROMPT_TOKENS.help, _MODEL)
+VLLM_OUTPUT_TOKENS = Metric("vllm:generation_tokens_total", "counter", OUTPUT_TOKENS.help, _MODEL)
+VLLM_TTFT = Metric("vllm:time_to_first_token_seconds", "histogram", TTFT.help, _MODEL, _TTFT_BUCKETS)
+VLLM_ITLS = tuple(
+    Metric(f"vllm:{name}_seconds", "histogram", ITL.help, _MODEL, _ITL_BUCKETS)
+    for name in ("inter_token_latency", "time_per_output_token")
+)
+VLLM_E2E = Metric("vllm:e2e_request_latency_seconds", "histogram", E2E.help, _MODEL, _TTFT_BUCKETS)
+VLLM_SUCCESS = Metric(
+    "vllm:request_success_total", "counter", "Requests that ended well.", (*_MODEL, "finished_reason")
 )
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from baton_pb.v1 import router_pb2
+from baton_pb.v1 import common_pb2, router_pb2, worker_pb2
 from cluster.gateway.counts import Counts
 from cluster.gateway.degraded import degraded
 from cluster.gateway.progress import Delta
@@ -12,14 +12,26 @@ from common import telemetry
 from common.clock import Clock
 from common.telemetry import Histogram, Metric, Sample, exposition
 
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+_VLLM_REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
+_DECODING = (worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH)
+
 
 class Metrics:
     """Owned by the gateway's loop; plain functions."""
 
-    def __init__(self, counts: Counts, uses: Uses, clock: Clock) -> None:
+    def __init__(self, model_id: str, counts: Counts, uses: Uses, clock: Clock) -> None:
         self.ttft = Histogram(telemetry.TTFT)
         self.itl = Histogram(telemetry.ITL)
+        self.e2e = Histogram(telemetry.E2E)
         self._prediction = Histogram(telemetry.PREDICTION)
+        self._finished: Counter[str] = Counter()
+        self._model_id = model_id
         self.http_responses: Counter[tuple[str, int]] = Counter()
         """By path and code."""
         self.http_connections = 0
@@ -40,11 +52,18 @@ class Metrics:
         if delta.finished is not None:
             self._prompt_tokens += delta.finished.usage.prompt_tokens
             self._cached_tokens += delta.finished.usage.cached_tokens
+            self._finished[_REASONS.get(delta.finished.reason, "stop")] += 1
+            self.e2e.observe(delta.finished.timing.total_s)
 
     def predicted(self, predicted_s: float, observed_s: float) -> None:
         """Compare a first token's time with what was predicted; 0: nothing was."""
         if predicted_s > 0:
             self._prediction.observe(observed_s / predicted_s)
+
+    @property
+    def running(self) -> int:
+        """Requests that run now."""
+        return self._counts.running
 
     def page(self, router: router_pb2.RouterStatus) -> str:
         """Return everything in Prometheus' text format, with what the router says."""
@@ -65,13 +84,43 @@ class Metrics:
                 Sample(telemetry.TTFT, self.ttft),
                 Sample(telemetry.PREDICTION, self._prediction),
                 Sample(telemetry.ITL, self.itl),
+                Sample(telemetry.E2E, self.e2e),
+                *(Sample(telemetry.FINISHED, number, (reason,)) for reason, number in sorted(self._finished.items())),
                 *(Sample(telemetry.HTTP_RESPONSES, number, (path, str(code))) for (path, code), number in responses),
                 Sample(telemetry.HTTP_CONNECTIONS, self.http_connections),
                 Sample(telemetry.DEGRADED, len(degraded(router))),
                 Sample(telemetry.LOCAL_PREFILLS, router.counters.get("local_prefill_fallback", 0)),
                 *_tenant_samples(self._uses.all()),
+                *self._vllm_samples(router),
             ]
         )
+
+    def _vllm_samples(self, router: router_pb2.RouterStatus) -> list[Sample]:
+        """Return what has names of our own already, by vLLM's. Without workers nobody knows how full pools are."""
+        counts = self._counts
+        loads = [worker.load for worker in router.workers if worker.role in _DECODING]
+        num_blocks = sum(load.blocks_free + load.blocks_used + load.blocks_kept for load in loads)
+        usage = sum(load.blocks_used for load in loads) / max(1, num_blocks)
+        values: list[tuple[Metric, float | Histogram]] = [
+            (telemetry.VLLM_RUNNING, counts.running - counts.queued),
+            (telemetry.VLLM_WAITING, counts.queued),
+            *((metric, usage) for metric in telemetry.VLLM_USAGES if num_blocks),
+            (telemetry.VLLM_PREFIX_QUERIES, self._prompt_tokens),
+            (telemetry.VLLM_PREFIX_HITS, self._cached_tokens),
+            (telemetry.VLLM_PROMPT_TOKENS, self._prompt_tokens),
+            (telemetry.VLLM_OUTPUT_TOKENS, self._output_tokens),
+            (telemetry.VLLM_TTFT, self.ttft),
+            *((metric, self.itl) for metric in telemetry.VLLM_ITLS),
+            (telemetry.VLLM_E2E, self.e2e),
+        ]
+        model = self._model_id
+        return [
+            *(Sample(metric, value, (model,)) for metric, value in values),
+            *(
+                Sample(telemetry.VLLM_SUCCESS, self._finished[ours], (model, its))
+                for its, ours in _VLLM_REASONS.items()
+            ),
+        ]
 
 
 def _tenant_samples(uses: Sequence[TenantUse]) -> list[Sample]:

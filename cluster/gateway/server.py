@@ -62,7 +62,7 @@ class GatewayServer:
         self._clock = MonotonicClock()
         uses = Uses(self._clock)
         self._door = door = Door(keys, uses)
-        self._metrics = Metrics(self._counts, uses, self._clock)
+        self._metrics = Metrics(model_id, self._counts, uses, self._clock)
         self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
         self._workers = DecodeClients(self.gateway_id, StreamLimits(config.unread_tokens_max, config.token_wait_s))
         formats = Formats(text, config.tool_format, config.reasoning)

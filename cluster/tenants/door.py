@@ -16,9 +16,9 @@ _OPEN = (
     "/inference.GRPCInferenceService/ServerReady",
 )
 """Whether the gateway lives, and what its protocol is, is no secret."""
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/docs", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version", "/is_sleeping", "/docs", "/openapi.json"})
 _ADMIN = ("/baton.v1.Admin/",)
-_ADMIN_PATHS = frozenset({"/metrics"})
+_ADMIN_PATHS = frozenset({"/metrics", "/load"})
 _RETRY_AFTER_S = 1.0
 
 

@@ -32,6 +32,6 @@ def test_names_end_with_their_unit_and_are_unique() -> None:
 
     assert len({metric.name for metric in metrics}) == len(metrics)
     for metric in metrics:
-        assert metric.name.startswith("baton_")
+        assert metric.name.startswith("vllm:" if metric.labels[:1] == ("model_name",) else "baton_")
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert metric.name.endswith(("_seconds", "_ratio")) == (metric.kind == "histogram")

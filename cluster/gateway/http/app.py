@@ -70,6 +70,9 @@ class HttpFace:
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._health),
+            "/ping": ("GET", self._health),
+            "/is_sleeping": ("GET", self._is_sleeping),
+            "/load": ("GET", self._load),
             "/version": ("GET", self._version),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
@@ -227,6 +230,13 @@ class HttpFace:
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.reply_json(200, {"version": metadata.version("baton-serve")})
+
+    async def _is_sleeping(self, exchange: Exchange) -> None:
+        """Answer those who ask vLLM's server, which can put its weights aside."""
+        await exchange.reply_json(200, {"is_sleeping": False})
+
+    async def _load(self, exchange: Exchange) -> None:
+        await exchange.reply_json(200, {"server_load": self._parts.metrics.running})
 
     async def _ready(self, exchange: Exchange) -> None:
         """Say whether a request could be placed now."""

@@ -69,11 +69,21 @@ def test_without_a_key_only_health_and_documents_are_served(model_dir: Path, key
                 assert (answer.status, answer.error["type"]) == (401, "authentication_error")
                 assert answer.error["code"] == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "bearer"
-            for path in ("/v1/models", "/v1/models/fake", "/metrics"):
+            for path in ("/v1/models", "/v1/models/fake", "/metrics", "/load"):
                 assert (await get(cluster, path)).status == 401
             for path in ("/tokenize", "/detokenize", "/v1/chat/completions"):
                 assert (await post(cluster, path, {})).status == 401
-            for path in ("/health", "/ready", "/docs", "/openapi.json", "/", "/health/"):
+            for path in (
+                "/health",
+                "/ping",
+                "/ready",
+                "/version",
+                "/is_sleeping",
+                "/docs",
+                "/openapi.json",
+                "/",
+                "/health/",
+            ):
                 assert (await get(cluster, path)).status == 200
             check = health_pb2.HealthCheckRequest()
             assert (await health_pb2_grpc.HealthStub(cluster.channel).Check(check, timeout=LIMIT_S)).status

@@ -110,6 +110,45 @@ def test_metrics_count_requests_tokens_times_and_errors(model_dir: Path) -> None
     run(scenario())
 
 
+def test_tools_for_vllms_server_find_its_metrics_and_small_paths(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster:
+            cluster.worker("d0").load.blocks_free = 6
+            cluster.worker("d0").load.blocks_used = 2
+            cluster.worker("d0").report()
+            await post(cluster, "/v1/completions", {"prompt": "hello", "max_tokens": 5, "n": 2})
+            await until(lambda: cluster.router.status().workers[1].load.blocks_used == 2, "not reported")
+            lines = (await get(cluster, "/metrics")).body.decode().splitlines()
+
+            [prompt_tokens] = [
+                line.split()[1] for line in lines if line.startswith("baton_gateway_prompt_tokens_total ")
+            ]
+            for line in (
+                f'vllm:prompt_tokens_total{{model_name="fake"}} {prompt_tokens}',
+                "# TYPE vllm:num_requests_running gauge",
+                'vllm:num_requests_running{model_name="fake"} 0',
+                'vllm:num_requests_waiting{model_name="fake"} 0',
+                'vllm:kv_cache_usage_perc{model_name="fake"} 0.25',
+                'vllm:gpu_cache_usage_perc{model_name="fake"} 0.25',
+                "# TYPE vllm:time_to_first_token_seconds histogram",
+                'vllm:time_to_first_token_seconds_bucket{model_name="fake",le="+Inf"} 2',
+                'vllm:inter_token_latency_seconds_count{model_name="fake"} 8',
+                'vllm:time_per_output_token_seconds_count{model_name="fake"} 8',
+                'vllm:e2e_request_latency_seconds_count{model_name="fake"} 2',
+                "# TYPE vllm:generation_tokens_total counter",
+                'vllm:generation_tokens_total{model_name="fake"} 10',
+                'vllm:prefix_cache_hits_total{model_name="fake"} 4',
+                'vllm:request_success_total{model_name="fake",finished_reason="length"} 2',
+                'vllm:request_success_total{model_name="fake",finished_reason="stop"} 0',
+            ):
+                assert line in lines, line
+            assert (await get(cluster, "/ping")).status == 200
+            assert (await get(cluster, "/is_sleeping")).json == {"is_sleeping": False}
+            assert (await get(cluster, "/load")).json == {"server_load": 0}
+
+    run(scenario())
+
+
 def test_the_description_is_whole_and_the_page_needs_nothing_else(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir) as cluster:
