@@ -156,9 +156,11 @@ class OutboundPeer:
         return push
 
     def enqueue(self, push: BlockPush, piece: Piece) -> None:
-        """Send a piece, cut to size, when it is its turn."""
+        """Send a piece, cut to size, when it is its turn: at once if nothing is under way."""
         self._queue.put(push, piece)
-        if not self._is_pumping:
+        if not self._inflight_bytes:
+            self._pump()
+        elif not self._is_pumping:  # what is announced in one go travels together
             self._is_pumping = True
             self._loop.call_soon(self._pump)
 
@@ -189,7 +191,7 @@ class OutboundPeer:
     def _pump(self) -> None:
         """Send what the window allows, a piece of each push in turn."""
         self._is_pumping = False
-        while not self.is_lost:
+        while self._queue and not self.is_lost:
             room = self._window_bytes - self._inflight_bytes if self._inflight_bytes else None
             if (part := self._queue.take(room)) is None:
                 return
@@ -224,11 +226,11 @@ class OutboundPeer:
         return Coding(CODECS[codec], seal, terms.checksum and seal is None)
 
     def _start(self, push: BlockPush, piece: Piece, num_bytes: int) -> None:
-        self._choice.sent(self._loop.time())
         assert self._link is not None
         if self._link.byte_sender is None and not (push.terms.checksum and self._link.has_checksums):
             self.send(transfer_pb2.TransferFrame(ready=push.number(piece, num_bytes, num_tags=1)))
             return
+        self._choice.sent(self._loop.time())
         runs = runs_of(piece, push.landing_ids, self._greeter.pool.layout)
         if push.coding is not None:
             self._start_coding(push, push.coding, Parcel(piece, runs, push.take_nonce()), num_bytes)

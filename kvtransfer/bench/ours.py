@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from baton_pb.v1 import transfer_pb2
-from common.config import TransferConfig
+from common.config import PrefillConfig, TransferConfig
 from common.errors import BatonError, ConfigError
 from kvtransfer.bench.contender import Side, Unavailable
 from kvtransfer.endpoint import TransferEndpoint
@@ -15,8 +15,8 @@ from kvtransfer.interface import Landing, Push
 HOST = "127.0.0.1"
 STORM_TRANSFERS = 1000
 STORM_ABORTED = 0.2
-LAYERS_TOGETHER, LAYER_S = 4, 0.002
-"""How a prefill worker pushes the last chunk of a prompt: in such groups, as they are computed."""
+NUM_GROUPS, LAYER_S = PrefillConfig().layer_groups, 0.002
+"""How a prefill worker pushes the last chunk of a prompt: its layers in so many groups, as they are computed."""
 PLAIN = "plain"
 """In the option, after the transport: without checksums."""
 
@@ -67,7 +67,7 @@ class Ours:
 
     async def stream(self) -> None:
         """Do the same while the sender announces layers at the pace of a forward pass, as a prefill worker does."""
-        await self._fetch(LAYERS_TOGETHER, LAYER_S)
+        await self._fetch(-(-self._side.work.layout.num_layers // NUM_GROUPS), LAYER_S)
 
     async def _fetch(self, layers_together: int, layer_s: float) -> None:
         begun = time.perf_counter()

@@ -157,7 +157,7 @@ def _rounds(samples: Samples) -> str:
 
 
 async def _streamed_rows(means: Sequence[Means], deadline: Deadline, scratch: Path) -> list[BenchRow]:
-    """Return the processor time that a KV costs which travels layer by layer, while it is being computed."""
+    """Return the processor time that a KV costs which travels in groups of layers, while it is being computed."""
     results = await measure(means, "demo", ["streamed"], deadline, scratch)
     rows = []
     for one, end, goal in CPU_GOALS:
