@@ -56,6 +56,8 @@ class SequenceStream:
 
     def __init__(self, client: "DecodeClient", request_id: str, limits: StreamLimits, turns: Turns) -> None:
         self.request_id = request_id
+        self.on_end: Callable[[worker_pb2.SequenceFinished | None, int], None] | None = None
+        """Called at the end, however late that is read: with the summary, unless it failed, and the tokens unread."""
         self._client = client
         self._limits = limits
         self._turns = turns
@@ -118,6 +120,7 @@ class SequenceStream:
             self.fail(error_from_pb(output.error))
         elif output.HasField("finished"):
             self._finished = output.finished
+            self._ended()
         elif len(self._tokens) > (most := self._limits.unread_tokens_max):
             self._tokens = []
             self._abandon(UnreadError(f"the client left more than {most} tokens unread"))
@@ -127,7 +130,12 @@ class SequenceStream:
         """End the stream, unless it has ended."""
         if not self._is_ended:
             self._error = error
+            self._ended()
             self._tell()
+
+    def _ended(self) -> None:
+        if self.on_end is not None:
+            self.on_end(self._finished, len(self._tokens))
 
     def _tell(self) -> None:
         """Wake who reads: at once for the first outputs, with a turn for all others."""

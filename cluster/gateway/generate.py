@@ -242,15 +242,33 @@ class Generator:
     async def _relay(
         self, prepared: _Prepared, progress: Progress, reservation: Reservation, deadline_s: float
     ) -> AsyncGenerator[Delta, None]:
-        """Start the sequence on its decode worker and hand out what comes, until its end."""
+        """Start the sequence on its decode worker and hand out what comes, until its end.
+
+        The reservation ends with the sequence: a client that reads slowly keeps no place that others wait for.
+        """
         placement, placed_s = reservation.placement, self._clock.now()
         start = self._start_request(prepared, progress, placement, deadline_s)
         stream = self._workers.start(placement.decode_worker_id, placement.decode_address, start)
+
+        def first_token() -> None:
+            if reservation.first_token():
+                self._metrics.predicted(placement.predicted_ttft_s, self._clock.now() - placed_s)
+
+        def ended(summary: worker_pb2.SequenceFinished | None, num_unread: int) -> None:
+            if num_unread:
+                first_token()
+            num_tokens = len(progress.token_ids) + (0 if progress.stopped else num_unread)
+            if summary is not None:
+                travelled = placement.HasField("prefill") and num_tokens > 1
+                reservation.finished(num_tokens, summary.transfer_exposed_s if travelled else None)
+            reservation.release()
+
+        stream.on_end = ended
         try:
             while True:
                 tokens, summary = await stream.next()
-                if tokens and reservation.first_token():
-                    self._metrics.predicted(placement.predicted_ttft_s, self._clock.now() - placed_s)
+                if tokens:
+                    first_token()
                 delta = progress.take(tokens)
                 if progress.stopped and summary is None:
                     yield delta
@@ -258,9 +276,6 @@ class Generator:
                     summary = await stream.stop() or worker_pb2.SequenceFinished()
                 if summary is not None:
                     self._counts.transports.update([summary.transport] if summary.transport else [])
-                    travelled = placement.HasField("prefill") and len(progress.token_ids) > 1
-                    exposed_s = summary.transfer_exposed_s if travelled else None
-                    reservation.finished(len(progress.token_ids), exposed_s)
                     yield progress.finish(summary, placement, delta)
                     return
                 yield delta

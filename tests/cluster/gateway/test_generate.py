@@ -252,6 +252,25 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on(model_dir: Path) 
     run(scenario())
 
 
+def test_a_client_that_does_not_read_keeps_no_place_at_workers_that_are_done(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0) as cluster:
+            narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+            async with grpc.aio.insecure_channel(cluster.gateway.grpc_address, options=narrow) as channel:
+                call: Any = inference_pb2_grpc.InferenceStub(channel).Generate(request(max_tokens=500, logprobs=20))
+                tokens = list((await call.read()).token_ids)
+                worker = cluster.worker("d0")
+                await until(lambda: worker.num_running == 0, "not done")
+                await until(lambda: cluster.gateway._router.num_reservations == 0, "the place is kept")
+
+                assert (await cluster.status()).gateway.running_requests == 1
+                while isinstance(response := await call.read(), inference_pb2.GenerateResponse):
+                    tokens += response.token_ids
+                assert len(tokens) == 500
+
+    run(scenario())
+
+
 def test_a_client_that_does_not_read_is_not_tried_on_another_worker(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir, num_prefill=0, num_decode=2, unread_tokens_max=20) as cluster:
