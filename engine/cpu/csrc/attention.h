@@ -93,11 +93,15 @@ INLINE void score_keys(const float* q, const T* const k[4], i64 dim, float* scor
     for (int h = 0; h < H; h++)
         for (int i = 0; i < 4; i++) a[h][i] = zero();
     for (i64 d = 0; d < dim; d += VL) {
-        Vec keys[4];
-        for (int i = 0; i < 4; i++) keys[i] = load(k[i] + d);
-        for (int h = 0; h < H; h++) {
-            const Vec qv = load(q + h * dim + d);
-            for (int i = 0; i < 4; i++) a[h][i] = fma(keys[i], qv, a[h][i]);
+        Vec qv[H];
+        for (int h = 0; h < H; h++) qv[h] = load(q + h * dim + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const Vec key = load(k[i] + d);
+            for (int h = 0; h < H; h++) {
+                a[h][i] = fma(key, qv[h], a[h][i]);
+                KEEP(a[h][i]);
+            }
         }
     }
     for (int h = 0; h < H; h++) _mm_storeu_ps(scores + h * kPart, sum4(a[h][0], a[h][1], a[h][2], a[h][3]));
@@ -176,12 +180,14 @@ INLINE void weigh_values(const float* scores, const T* values, const i64* at, in
         for (int j = 0; j < W; j++) store(out + h * out_stride + j * VL, a[h][j]);
 }
 
-constexpr int kColumns = VL == 16 ? 4 : 2;  // registers of one pass over the values
+// Registers of one pass over the values: the sums of H heads fill the file, and a sum waits for none before it.
+template <int H>
+constexpr int kColumns = VL == 16 || H < 4 ? 4 : 2;
 
 template <class T, int H>
 INLINE void weigh_head(const float* scores, const T* values, const i64* at, int n, Ahead& ahead, i64 lines, i64 dim,
                        float* out) {
-    constexpr int W = kColumns;
+    constexpr int W = kColumns<H>;
     i64 d = 0;
     for (; d + W * VL <= dim; d += W * VL) weigh_values<T, H, W>(scores, values + d, at, n, ahead, lines, out + d, dim + 2);
     for (; d < dim; d += VL) weigh_values<T, H, 1>(scores, values + d, at, n, ahead, lines, out + d, dim + 2);
@@ -261,7 +267,8 @@ void decode_part(const AttentionShape& shape, const LayerView<T>& view, const in
     for (i64 h = 0; h < shape.heads; h++)
         soften(shape, scores + h * kPart, n, out + h * (dim + 2), out + h * (dim + 2) + 1);
     if constexpr (view.kScaled) rescale(shape, view, view.values, table, begin, n, units, scores);
-    const i64 passes = (group + 3) / 4 * (dim / (kColumns * VL) + dim % (kColumns * VL) / VL);
+    i64 passes = 0;
+    by_four(group, [&]<int H>(i64) { passes += dim / (kColumns<H> * VL) + dim % (kColumns<H> * VL) / VL; });
     lines = ahead.share(n * shape.kv_heads * passes);
     for (i64 head = 0; head < shape.kv_heads; head++)
         by_four(group, [&]<int H>(i64 h) __attribute__((always_inline)) {

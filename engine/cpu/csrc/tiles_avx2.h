@@ -1,13 +1,10 @@
 // Integer tiles for AVX2: R rows x 16 columns as two halves of 8. 8-bit activations against 4-bit weights: `vpmaddubsw`,
 // eight of them summed in 16 bits (8 * 2 * 15 * 127 = 30480 fits), then one `vpmaddwd`. Everything else widens the
 // weights to 16 bits, even and odd bytes apart, and sums `vpmaddwd` in 32 bits (32 * 255 * 32512 fits).
-// KEEP pins a value to a register: without it GCC reorders the broadcasts and spills the sums.
 #pragma once
 #include "matrix.h"
 
 namespace baton {
-
-#define KEEP(v) asm volatile("" : "+x"(v))
 
 template <int R>
 INLINE void finish(const float* f, const Tile& t) {
@@ -78,7 +75,7 @@ template <int R, bool Q4>
 INLINE void tile_wide(const Tile& t) {
     constexpr int kBytes = Q4 ? 320 : 544;
     alignas(32) float f[R * kPanel] = {};
-    const __m256i even = _mm256_set1_epi16(0xFF), low = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_set1_epi16(Q4 ? 0xF : 0xFF);
     for (i64 b = 0; b < t.blocks; b++) {
         const uint8_t* w = t.weights + b * kBytes;
         const int32_t* x = t.values + b * 16 * R;
@@ -89,18 +86,21 @@ INLINE void tile_wide(const Tile& t) {
 #pragma GCC unroll 8
         for (int g = 0; g < 8; g++)
 #pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
-                __m256i u = _mm256_loadu_si256((const __m256i*)(w + (Q4 ? 64 + (g & 3) * 64 : 32 + g * 64) + n * 32));
-                if (Q4) u = _mm256_and_si256(g > 3 ? _mm256_srli_epi16(u, 4) : u, low);
-                __m256i u0 = _mm256_and_si256(u, even), u1 = _mm256_srli_epi16(u, 8);
+            for (int odd = 0; odd < 2; odd++) {
+                __m256i u0 = _mm256_loadu_si256((const __m256i*)(w + (Q4 ? 64 + (g & 3) * 64 : 32 + g * 64)));
+                __m256i u1 = _mm256_loadu_si256((const __m256i*)(w + (Q4 ? 96 + (g & 3) * 64 : 64 + g * 64)));
+                const int shift = 8 * odd + (Q4 && g > 3 ? 4 : 0);
+                if (shift) u0 = _mm256_srli_epi16(u0, shift), u1 = _mm256_srli_epi16(u1, shift);
+                if (Q4 || !odd) u0 = _mm256_and_si256(u0, low), u1 = _mm256_and_si256(u1, low);
                 KEEP(u0);
                 KEEP(u1);
 #pragma GCC unroll 6
                 for (int r = 0; r < R; r++) {
-                    const __m256i x0 = _mm256_set1_epi32(x[2 * g * R + r]), x1 = _mm256_set1_epi32(x[(2 * g + 1) * R + r]);
-                    a[r][n] = _mm256_add_epi32(a[r][n], _mm256_madd_epi16(u0, x0));
-                    a[r][n] = _mm256_add_epi32(a[r][n], _mm256_madd_epi16(u1, x1));
-                    KEEP(a[r][n]);
+                    const __m256i xv = _mm256_set1_epi32(x[(2 * g + odd) * R + r]);
+                    a[r][0] = _mm256_add_epi32(a[r][0], _mm256_madd_epi16(u0, xv));
+                    a[r][1] = _mm256_add_epi32(a[r][1], _mm256_madd_epi16(u1, xv));
+                    KEEP(a[r][0]);
+                    KEEP(a[r][1]);
                 }
             }
         scale_block<R>(f, a, t, b, (const Half*)w, Q4 ? (const Half*)(w + 32) : nullptr);
