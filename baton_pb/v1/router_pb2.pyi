@@ -443,18 +443,24 @@ class ExplainRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    FURTHER_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Placements of this tenant's requests only: ids are the clients', and two tenants may have one. Unset: of all."""
+    @_builtins.property
+    def further_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Asked by gateways: explained as well, in this order. The choices of a request have ids of their own."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         tenant: _builtins.str | None = ...,
+        further_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "further_request_ids", b"further_request_ids", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -469,7 +475,7 @@ class ExplainReply(_message.Message):
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementExplanation]:
-        """The first attempt first; none when the request is not known, or not any more."""
+        """Of each request the first attempt first; none when it is not known, or not any more."""
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         router: RouterClient,
         inference: InferenceService,
         clock: Clock,
+        choices_max: int,
     ) -> None:
         self._gateway_id = gateway_id
         self._address = address
@@ -39,27 +40,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._inference = inference
         self._clock = clock
         self._started_s = clock.now()
+        self._choices_max = choices_max
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: _Context) -> router_pb2.ExplainReply:
         """Say why a request went where it did."""
         async with rpc_errors_to_status(context):
-            reply = await self._router.explain(request.request_id)
+            request_id = request.request_id
+            choices = [choice_id(request_id, number) for number in range(self._choices_max)]
+            reply = await self._router.explain([request_id, *choices])
             if not reply.placements:
-                reply = await self._explain_choices(request.request_id)
-            if not reply.placements:
-                raise NotFoundError(f"the router does not remember a placement of request {request.request_id!r}")
-            return reply
-
-    async def _explain_choices(self, request_id: str) -> router_pb2.ExplainReply:
-        """Say why the choices of a request with several of them went where they did.
-
-        As many questions as there are choices, which the router's memory bounds, and no further than one it forgot.
-        """
-        found, number = router_pb2.ExplainReply(), 0
-        while (reply := await self._router.explain(choice_id(request_id, number))).placements:
-            found.MergeFrom(reply)
-            number += 1
-        return found
+                raise NotFoundError(f"the router does not remember a placement of request {request_id!r}")
+            own = [placement for placement in reply.placements if placement.request_id == request_id]
+            return router_pb2.ExplainReply(placements=own) if own else reply
 
     async def GetStatus(
         self,

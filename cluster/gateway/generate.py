@@ -140,13 +140,10 @@ class Generator:
 
     async def explanation(self, request_ids: Sequence[str]) -> router_pb2.ExplainReply:
         """Return why requests of the caller's tenant went where they did; what the router cannot say is left out."""
-        found = router_pb2.ExplainReply()
         try:
-            for request_id in request_ids[:EXPLAINED_MAX]:
-                found.MergeFrom(await self._router.explain(request_id, CALLER.get().tenant))
+            return await self._router.explain(request_ids[:EXPLAINED_MAX], CALLER.get().tenant)
         except WorkerLostError:
-            pass
-        return found
+            return router_pb2.ExplainReply()
 
     def check_model(self, model: str) -> None:
         """Accept the served model's name, or none, from a caller who may use it.

@@ -186,14 +186,19 @@ class RouterClient:
         with typed_rpc_errors():
             return await self._stub.GetRouterStatus(router_pb2.GetRouterStatusRequest(), timeout=_STATUS_TIMEOUT_S)
 
-    async def explain(self, request_id: str, tenant: str | None = None) -> router_pb2.ExplainReply:
-        """Return why a request went where it did; with a tenant, only if it was that tenant's.
+    async def explain(self, request_ids: Sequence[str], tenant: str | None = None) -> router_pb2.ExplainReply:
+        """Return why requests went where they did; with a tenant, only those of that tenant.
+
+        Args:
+            request_ids: at least one; those that the router does not remember are left out of the answer.
+            tenant: whose.
 
         Raises:
             WorkerLostError: the router is away.
         """
+        first, *further = request_ids
         with typed_rpc_errors():
-            request = router_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
+            request = router_pb2.ExplainRequest(request_id=first, tenant=tenant, further_request_ids=further)
             return await self._stub.Explain(request, timeout=_STATUS_TIMEOUT_S)
 
     async def run(self) -> None:

@@ -150,7 +150,13 @@ class GatewayServer:
         if files is not None:  # whoever watches this process has no certificate of a client
             self.probe_address = bind(self._server, "127.0.0.1", 0)
         admin = AdminService(
-            self.gateway_id, self.grpc_address, self._counts, self._router, self._inference, self._clock
+            self.gateway_id,
+            self.grpc_address,
+            self._counts,
+            self._router,
+            self._inference,
+            self._clock,
+            config.http.choices_max,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)

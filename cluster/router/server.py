@@ -100,9 +100,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request: router_pb2.ExplainRequest,
         context: _Context,  # noqa: ARG002
     ) -> router_pb2.ExplainReply:
-        """Say why a request went where it did."""
+        """Say why requests went where they did."""
         tenant = request.tenant if request.HasField("tenant") else None
-        return explanations_to_pb(self._router.explanations.of(request.request_id, tenant), self._router.policy.name)
+        explanations = self._router.explanations
+        found = [
+            each
+            for request_id in (request.request_id, *request.further_request_ids)
+            for each in explanations.of(request_id, tenant)
+        ]
+        return explanations_to_pb(found, self._router.policy.name)
 
     async def set_workers(
         self, workers: Iterable[router_pb2.WorkerAddress], absent: Iterable[router_pb2.WorkerAddress] = ()

@@ -127,6 +127,21 @@ def test_all_choices_of_an_answer_are_explained(model_dir: Path) -> None:
     run(scenario())
 
 
+def test_the_choices_that_the_router_remembers_are_explained_also_where_it_forgot_the_first(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, policy="cost") as cluster:
+            for number in (2, 1):  # as if the others were forgotten
+                asked = request(max_tokens=2)
+                asked.request_id = f"mine.{number}"
+                await cluster.ask(asked)
+
+            reply = await explained(cluster, "mine")
+            assert [placement.request_id for placement in reply.placements] == ["mine.1", "mine.2"]
+            assert [each.request_id for each in (await explained(cluster, "mine.2")).placements] == ["mine.2"]
+
+    run(scenario())
+
+
 def test_of_many_choices_as_many_are_explained_as_have_room() -> None:
     one = router_pb2.PlacementExplanation(request_id="x" * 128, reason="y" * 200)
     [(_, text)] = explanation_metadata(router_pb2.ExplainReply(placements=[one] * 128))
