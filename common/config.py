@@ -157,17 +157,8 @@ class TransferConfig(Node):
 class RouterConfig(Node):
     """Placement."""
 
-    policy: Literal[
-        "round_robin",
-        "random",
-        "least_loaded",
-        "power_of_two",
-        "prefix",
-        "sglang_cache_aware",
-        "dynamo_cost",
-        "cost",
-    ] = "cost"
-    """How a worker is chosen."""
+    policy: str = "cost"
+    """How a worker is chosen: the name of a class in a file of cluster/router/policies/."""
     prefill_fallback: bool = True
     """Decode workers prefill when no prefill worker can. Off: a request fails then, and may be tried again."""
     prefill_ahead_s: Seconds = 2.0

@@ -22,6 +22,7 @@ from cluster.launcher.ray_cluster import RayCluster
 from cluster.launcher.specs import service_specs
 from cluster.launcher.threads import Host, crowded, require_own_cores, threads_of_roles
 from cluster.model_store import ModelFolder
+from cluster.router.policies.registry import check_policy
 from cluster.supervisor.fleet import MemberState, Phase, Role
 from cluster.supervisor.probe import HealthProber
 from cluster.supervisor.supervisor import Supervisor
@@ -48,6 +49,7 @@ def serve(config: ClusterConfig, ready_file: Path | None, report: Report) -> Non
         BatonError: the cluster did not come up; nothing is left of it.
     """
     logs.set_up("serve", config.log_level)
+    check_policy(config.router.policy)
     for gateway in map(config.gateway.of, range(config.gateway.count)):
         processes.check_port_free(gateway.host, gateway.grpc_port, "gateway.grpc_port")
         processes.check_port_free(gateway.host, gateway.http_port, "gateway.http_port")

@@ -14,7 +14,7 @@ from baton_pb.v1 import router_pb2, router_pb2_grpc
 from cluster.router.explain import explanations_to_pb
 from cluster.router.front import Front
 from cluster.router.messages import absent_from_pb, absent_to_pb, cluster_facts, info_from_pb, worker_to_pb
-from cluster.router.policies.registry import POLICIES
+from cluster.router.policies.registry import policy_named
 from cluster.router.router import Router
 from cluster.router.session import GatewaySession
 from cluster.router.watcher import Watcher
@@ -228,11 +228,10 @@ class RouterServer:
             heartbeat_s: workers report at least so often; one that is silent for three times as long is lost.
 
         Raises:
-            ConfigError: the port cannot be had.
+            ConfigError: no such policy, or the port cannot be had.
         """
-        router = Router(
-            POLICIES[config.policy](), Random(), ahead_s=config.prefill_ahead_s, falls_back=config.prefill_fallback
-        )
+        policy = policy_named(config.policy)
+        router = Router(policy, Random(), ahead_s=config.prefill_ahead_s, falls_back=config.prefill_fallback)
         service = RouterService(router, config, heartbeat_s)
         server = make_server()
         router_pb2_grpc.add_RouterServicer_to_server(service, server)

@@ -13,7 +13,7 @@ from random import Random
 
 from cluster.router.front import Asked, Front
 from cluster.router.placement import PlacementRequest, Reservation
-from cluster.router.policies.registry import POLICIES
+from cluster.router.policies.registry import policy_named
 from cluster.router.router import Router
 from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.config import RouterConfig
@@ -45,13 +45,11 @@ class SimulatedCluster:
     def __init__(
         self, profile: Profile, shape: ClusterShape, timeline: Timeline, seed: int, keeps_gaps: bool = True
     ) -> None:
-        if shape.policy not in POLICIES:
-            raise ConfigError(f"no policy {shape.policy!r}; there are {', '.join(POLICIES)}")
         if shape.decode + shape.both == 0:
             raise ConfigError("a cluster needs a decode worker or one of role `both`")
         config = RouterConfig()
         ahead_s = config.prefill_ahead_s if shape.admission else math.inf
-        self.router = Router(POLICIES[shape.policy](), Random(f"router/{seed}"), timeline, ahead_s)
+        self.router = Router(policy_named(shape.policy), Random(f"router/{seed}"), timeline, ahead_s)
         self.front = Front(self.router, config, self._arm)
         self._alarm_at = math.inf
         self._profile = profile

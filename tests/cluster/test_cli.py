@@ -185,6 +185,7 @@ def test_an_address_that_is_none_is_refused_in_our_words(address: str) -> None:
     [
         (["--set", "engine.blok_tokens=16"], "unknown config key engine.blok_tokens"),
         (["--set", "engine.block_tokens=0"], "config key engine.block_tokens"),
+        (["--set", "router.policy=best"], "no policy 'best'; there are cost, "),
         (["--set", "engine"], "--set wants a.b=c, got 'engine'"),
         (["-c", "/no/such/cluster.yaml"], "cannot read config file /no/such/cluster.yaml"),
     ],

@@ -44,7 +44,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
             ["gateway.grpc_port=9", "gateway.http_port=9"], "gateway: each of 1 gateways takes a port", id="one port"
         ),
         pytest.param(["gateway.grpc_port=70000"], "config key gateway.grpc_port", id="out of range"),
-        pytest.param(["router.policy=best"], "config key router.policy", id="not in the set"),
+        pytest.param(["log_level=LOUD"], "config key log_level", id="not in the set"),
         pytest.param(["gateway.running_max=many"], "got 'many'", id="not a number"),
         pytest.param(["gateway.running_max=7"], "must be above router.queue_max, 1024", id="two queues"),
         pytest.param(["gateway.grpc_port"], "--set wants a.b=c", id="no value"),

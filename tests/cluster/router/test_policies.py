@@ -1,16 +1,21 @@
 """Policies are pure choices; equals are told apart by chance alone."""
 
+import importlib
+import re
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
 
+from cluster.router.policies import registry
 from cluster.router.policies.policy import Policy
 from cluster.router.policies.registry import POLICIES
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.question import Candidate, Group, Question
 from common.chain_hash import chain_hashes
 from common.config import RouterConfig
+from common.errors import ConfigError
 
 
 def candidate(worker_id: str, queued: int = 0, sequences: int = 0, tokens: int = 0, both: bool = False) -> Candidate:
@@ -122,7 +127,43 @@ def test_the_same_seed_gives_the_same_choices(policy: Policy) -> None:
         assert policy.choose(asked, first) == other.choose(asked, second)
 
 
-def test_the_config_offers_the_policies_that_exist() -> None:
-    for name in POLICIES:
-        assert RouterConfig.model_validate({"policy": name}).policy == name
-        assert POLICIES[name]().name == name
+def test_the_policies_that_exist_are_those_of_the_readme() -> None:
+    text = Path(registry.__file__).with_name("README.md").read_text()
+
+    told = re.findall(r"^\| `(\w+)`[^|]*\|", text.partition("## What")[2].partition("## Formula")[0], re.MULTILINE)
+    assert sorted(told) == sorted(POLICIES)
+    assert RouterConfig().policy in POLICIES
+
+
+ANOTHER = """
+from cluster.router.policies.policy import Choice
+
+
+class First:
+    name = "first"
+
+    def choose(self, question, rng):
+        decode = question.decode.members[0]
+        return Choice(decode, None if decode.prefills_itself else question.prefill.members[0], "first")
+"""
+
+
+def test_a_policy_is_one_file_and_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "other_policies"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "first.py").write_text(ANOTHER)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    found = registry.policies_of(importlib.import_module(package.name))
+
+    assert list(found) == ["first"]
+    members = Group([Candidate("d0"), Candidate("d1")]), Group([Candidate("p0"), Candidate("p1")])
+    choice = found["first"]().choose(Question(16, 1, *members), Random(0))
+    assert choice.prefill is not None
+    assert (choice.decode.worker_id, choice.prefill.worker_id) == ("d0", "p0")
+
+
+def test_a_name_that_no_policy_has_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no policy 'best'; there are cost, dynamo_cost, .*sglang_cache_aware"):
+        registry.policy_named("best")
