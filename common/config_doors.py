@@ -102,7 +102,7 @@ class HttpConfig(Node):
     head_bytes_max: Positive = 64 * 1024
     """Largest request line and headers together."""
     arrival_s: Seconds = 30.0
-    """How long a client may take to send a request's head, and its body after that."""
+    """How long a client may take to send a request's head, and its body after that; over gRPC its message."""
     keepalive_s: Seconds = 10.0
     """A stream that has had nothing to send for so long gets a comment, so that proxies do not cut it."""
     unread_s: Seconds = 30.0

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from common.errors import BatonError, InvalidRequestError
+from common.errors import BatonError, DeadlineError, InvalidRequestError
 from common.rich_status import path_in
 from common.status import abort_rpc
 
@@ -22,6 +22,7 @@ Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
 """Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
 
 
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 _INLINE_BYTES_MAX = 64 * 1024
 """Of a message: takes 10 ms at most to read."""
 
@@ -69,8 +70,15 @@ class _Malformed:
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Wraps the calls of one server. All values are Any: gRPC's handlers are untyped."""
 
-    def __init__(self, admit: Admit) -> None:
+    def __init__(self, admit: Admit, arrival_s: float | None = None) -> None:
+        """Stand before calls.
+
+        Args:
+            admit: who may call.
+            arrival_s: how long the message of a call that has one may take to arrive; None: for ever.
+        """
         self._admit = admit
+        self._arrival_s = arrival_s
         self._reading = _Reading()
         self._guarded: dict[str, Any] = {}
         """By method; of those that there are."""
@@ -109,27 +117,40 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             guarded = self._guarded[details.method] = self._wrapped(handler)
         return guarded
 
+    async def _arrived(self, context: Any) -> Any:
+        """Return a call's one message. A call without it would cost its client nothing, and us memory."""
+        try:
+            async with asyncio.timeout(self._arrival_s):
+                message = await context.read()
+        except TimeoutError as error:
+            raise DeadlineError(f"the message did not arrive within {self._arrival_s:g} s") from error
+        if message is _EOF:
+            raise InvalidRequestError("the call has no message")
+        return message
+
     def _wrapped(self, handler: Any) -> Any:
         read: Read | None = handler.request_deserializer
+        # As calls of streams, all of them: so it is here that a single message is waited for, and not for ever.
         match handler.request_streaming, handler.response_streaming:
             case False, False:
-                make, serve = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+                make, serve = grpc.stream_unary_rpc_method_handler, handler.unary_unary
             case False, True:
-                make, serve = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+                make, serve = grpc.stream_stream_rpc_method_handler, handler.unary_stream
             case True, False:
                 make, serve = grpc.stream_unary_rpc_method_handler, handler.stream_unary
             case _:
                 make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
 
-        async def guarded(request: Any, context: Any) -> Any:
+        async def guarded(requests: Any, context: Any) -> Any:
+            request = None
             task = asyncio.current_task()
             assert task is not None, "gRPC serves each call in a task of its own"
             self._calls.add(task)
             try:
                 if handler.request_streaming:
-                    request = self._reading.messages(request, read)
+                    request = self._reading.messages(requests, read)
                 else:
-                    request = await self._reading.message(request, read)
+                    request = await self._reading.message(await self._arrived(context), read)
                 result = serve(request, context)
                 if not hasattr(result, "__aiter__"):
                     return await result

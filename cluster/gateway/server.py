@@ -85,7 +85,7 @@ class GatewayServer:
         self._http = HttpFace(config.http, parts)
         self._inference = InferenceService(generator, self._tokenizing, text, config.http.choices_max)
         self._kserve = KserveService(generator, self._router, door)
-        self._guard = Guard(door.admit_rpc)
+        self._guard = Guard(door.admit_rpc, config.http.arrival_s)
         self._server = make_server(
             self._guard, config.message_bytes_max, config.metadata_bytes_max, config.calls_max, config.idle_s
         )

@@ -124,3 +124,26 @@ def test_what_cannot_be_obeyed_is_refused_with_its_path(grammar: Grammar, messag
         form_of(grammar, BYTES_MAX, DEPTH_MAX)
 
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pytest.param(_schema({"type": "integer", "multipleOf": 99991}), id="large"),
+        pytest.param(_schema({"anyOf": [{"multipleOf": 997}, {"multipleOf": 991}]}), id="together"),
+        pytest.param(_schema({"type": "number", "multipleOf": 99.991}), id="fraction"),
+        pytest.param(Grammar(grammar='start: %json {"multipleOf": 1e999999999}'), id="exponent"),
+        pytest.param(Grammar(grammar='start: %json {"multi\\u0070leOf": 99991}'), id="inside of Lark"),
+        pytest.param(Grammar(grammar='start: %json  {"multipleOf": 99991, "multipleOf": 2}'), id="twice"),
+    ],
+)
+def test_a_multiple_that_takes_seconds_to_compile_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequestError, match=r"grammar\.(json_schema|grammar's %json) has multipleOf"):
+        form_of(grammar, BYTES_MAX, DEPTH_MAX)
+
+
+@pytest.mark.parametrize("multiple", [0.01, 0.25, 60, 3600, 10_000, 1_000_000])
+def test_common_multiples_are_obeyed(tokenizer: llguidance.LLTokenizer, multiple: float) -> None:
+    form = form_of(_schema({"type": "number", "multipleOf": multiple}), BYTES_MAX, DEPTH_MAX)
+
+    assert _is_accepted(tokenizer, form, str(multiple * 3))

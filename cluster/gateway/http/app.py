@@ -119,6 +119,9 @@ class HttpFace:
                 raise WorkerLostError(f"{hosting.num_connections - 1} connections are open, the most that may be")
             if exchange.head_bytes > self._config.head_bytes_max:
                 raise head_too_large(self._config.head_bytes_max)
+            if "transfer-encoding" in exchange.headers and "content-length" in exchange.headers:
+                # RFC 9112, 6.3: a proxy may have seen another end of it, and what follows as somebody else's request.
+                raise HttpError(400, "content-length and transfer-encoding exclude each other", {"connection": "close"})
             async with exchange.deadline:
                 exchange.deadline.shorten(wanted_timeout_s(exchange.headers))
                 endpoint = self._endpoint(exchange)

@@ -205,6 +205,19 @@ def test_ids_beyond_the_window_are_not_turned_into_text(model_dir: Path) -> None
     run(scenario())
 
 
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+def test_a_call_whose_message_does_not_come_is_ended(model_dir: Path, method: str) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"arrival_s": 0.1}) as cluster:
+            method_call: Any = cluster.channel.stream_stream(f"/baton.v1.Inference/{method}", None, None)
+            call = method_call()
+
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert await call.details() == "the message did not arrive within 0.1 s"
+
+    run(scenario())
+
+
 def test_a_client_may_ping_a_quiet_stream(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir) as cluster:

@@ -190,6 +190,20 @@ def test_a_body_without_a_length_is_refused_when_it_has_become_too_large(model_d
     run(scenario())
 
 
+def test_a_request_with_two_lengths_ends_its_connection(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir) as cluster, wire(cluster) as connection:
+            hidden = b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+            connection.send("/tokenize", hidden, transfer_encoding="chunked")
+
+            answer = await connection.response()
+
+            assert (answer.status, "exclude each other" in answer.error["message"]) == (400, True)
+            assert await connection.is_closed()
+
+    run(scenario())
+
+
 def test_a_request_that_comes_too_slowly_is_ended(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir, http={"arrival_s": 0.1}) as cluster:
