@@ -9,6 +9,7 @@ import yaml
 
 from common.config import ClusterConfig
 from common.errors import ConfigError
+from common.wording import sentence
 
 
 def load(path: Path | None, overrides: list[str]) -> ClusterConfig:
@@ -53,10 +54,11 @@ def _describe(item: Any) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "config"
     if item["type"] == "extra_forbidden":
         return f"unknown config key {where}{_meant(item['loc'])}"
-    words, given = item["msg"].removeprefix("Value error, "), item["input"]
+    given = item["input"]
     if not item["loc"]:
-        return f"config: {words}"
-    return f"config key {where}: {words}" + ("" if isinstance(given, dict) else f", got {given!r}")
+        return sentence("config", item)
+    words = sentence(f"config key {where}", item)
+    return words if isinstance(given, dict) or ", got " in words else f"{words}, got {given!r}"
 
 
 def _meant(place: tuple[str | int, ...]) -> str:

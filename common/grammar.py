@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import llguidance
 from llguidance import gbnf_to_lark
@@ -107,6 +108,8 @@ def json_form(schema: Json, path: str) -> Form:
         InvalidRequestError: naming the part of the schema that cannot be obeyed.
     """
     _check_multiples(json.dumps(schema), 0, path)
+    if (loop := _loop(schema)) is not None:
+        raise InvalidRequestError(f"{path}{loop}.$ref must lead to a schema, it leads back to itself")
     try:
         form = Form("start: @json", {"json": {"json_schema": _with_options(schema)}})
     except ValueError as error:
@@ -214,6 +217,40 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{key}[{number}]", part) for number, part in enumerate(value))
             case (("items" | "additionalProperties"), dict()):
                 yield f".{key}", value
+
+
+def _loop(root: Json) -> str | None:
+    """Return the path of a part whose references lead back to it with nothing between; None if there is none.
+
+    A part that refers to one around it is no such thing: it describes another value. The library would say so only
+    where it knows the tokenizer, in the workers.
+    """
+    ending = set[int]()
+    left: list[tuple[str, Any]] = [("", root)]
+    while left:
+        path, part = left.pop()
+        left += [(path + name, inner) for name, inner in _parts(part)]
+        passed = set[int]()
+        while isinstance(part, dict) and isinstance(part.get("$ref"), str) and id(part) not in ending:
+            if id(part) in passed:
+                return path
+            passed.add(id(part))
+            part = _target(root, part["$ref"])
+        ending |= passed
+    return None
+
+
+def _target(root: Json, reference: str) -> Any:
+    """Return the part that a reference names; None if it is not one of this schema, or not there."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    part: Any = root
+    for name in unquote(reference).split("/")[1:]:
+        if isinstance(part, list) and name.isdecimal():
+            part = part[int(name)] if int(name) < len(part) else None
+        else:
+            part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+    return part
 
 
 def _trouble_of_schema(part: Any, root: Json) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 
+from cluster.gateway.http.refusals import TYPES
 from common.errors import BatonError, DeadlineError, NotFoundError, WorkerLostError
 from common.status import CODES
 from loadtest.client import ClientRequest, ServedModel, StreamLog
@@ -15,6 +16,7 @@ _EVENT_BYTES_MAX = 1 << 24
 _BY_HTTP: dict[int, type[BatonError]] = {}
 for _error, _codes in CODES.items():
     _BY_HTTP.setdefault(_codes.http, _error)
+_BY_TYPE = {kind: status for status, kind in TYPES.items()}
 
 
 class OpenAITarget:
@@ -154,8 +156,9 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 def _note_event(event: dict[str, Any], log: StreamLog) -> None:
     if error := event.get("error"):
         details = error if isinstance(error, dict) else {"message": str(error)}
-        code = details.get("code")
-        raise _error_of(code if isinstance(code, int) else 500, str(details.get("message", "")))
+        code = details.get("code")  # vLLM's is the HTTP code; OpenAI's says little
+        status = code if isinstance(code, int) else _BY_TYPE.get(str(details.get("type")), 500)
+        raise _error_of(status, str(details.get("message", "")))
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         # Reasoning models stream their thoughts under another name; they are tokens like any other.

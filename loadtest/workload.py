@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from common.config_node import Count, Node, Positive
 from common.errors import ConfigError
+from common.wording import sentence
 from loadtest import trace
 from loadtest.arrivals import Arrival
 from loadtest.content import ChatPrompt, Message, Prompt, Segment, TextPrompt, TokenPrompt, content_id, words
@@ -227,8 +228,8 @@ def _parse(adapter: TypeAdapter[_T], what: str, spec: str) -> _T:
     try:
         return adapter.validate_python(fields)
     except pydantic.ValidationError as error:
-        details = "; ".join(f"{'.'.join(str(part) for part in e['loc'][1:])} {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{what} {spec!r}: {details.strip()}") from error
+        details = (sentence(".".join(map(str, one["loc"][1:])) or "its kind", one) for one in error.errors())
+        raise ConfigError(f"{what} {spec!r}: {'; '.join(details)}") from error
 
 
 def _around(rng: Random, mean: int, spread: float) -> int:

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from common.config_node import Node, Positive
 from common.errors import ConfigError, NotFoundError
+from common.wording import sentence
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
 _KEY = re.compile(r"bk-([0-9a-f]{12})-[0-9a-f]{64}")
@@ -129,8 +130,8 @@ def read(path: Path) -> KeyFile:
         raise ConfigError(f"key file {path} is no YAML{'' if mark is None else f', line {mark.line + 1}'}") from error
     except pydantic.ValidationError as error:
         # Without the input: it may be a secret.
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        parts = (f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}" for one in found)
+        found = error.errors(include_url=False, include_input=False)
+        parts = (sentence(".".join(map(str, one["loc"])) or "the file", one) for one in found)
         raise ConfigError(f"key file {path}: {'; '.join(parts)}") from error
 
 
@@ -186,8 +187,8 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
     try:
         KeyFile.model_validate(tree)
     except pydantic.ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise ConfigError(f"{'.'.join(map(str, found['loc']))}: {found['msg']}") from error
+        found = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(sentence(".".join(map(str, found["loc"])), found)) from error
     partial = path.with_name(f"{path.name}.partial")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         yaml.safe_dump(tree, out, sort_keys=False)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from common.config_node import Node, Positive
 from common.errors import ConfigError
+from common.wording import sentence
 
 _FOLDER = Path(__file__).parent / "profiles"
 Cost = Annotated[float, Field(ge=0)]
@@ -100,10 +101,10 @@ def load_profile(name: str) -> Profile:
         tree: Any = yaml.safe_load(path.read_text())
         return Profile.model_validate(tree)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"profile {name!r} is no file ({reason}), nor one of {', '.join(shipped())}") from error
+        trouble = (error.strerror or str(error)).lower()
+        raise ConfigError(f"profile {name!r} is no file ({trouble}), nor one of {', '.join(shipped())}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"profile {name!r} is no YAML: {' '.join(str(error).split())}") from error
     except pydantic.ValidationError as error:
-        details = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"profile {name!r}: {details}") from error
+        details = (sentence(".".join(map(str, one["loc"])) or "the file", one) for one in error.errors())
+        raise ConfigError(f"profile {name!r}: {'; '.join(details)}") from error

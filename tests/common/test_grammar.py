@@ -147,3 +147,48 @@ def test_common_multiples_are_obeyed(tokenizer: llguidance.LLTokenizer, multiple
     form = form_of(_schema({"type": "number", "multipleOf": multiple}), BYTES_MAX, DEPTH_MAX)
 
     assert _is_accepted(tokenizer, form, str(multiple * 3))
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"$ref": "#"}, ""),
+        ({"$defs": {"a": _ref("b"), "b": _ref("a")}, "$ref": "#/$defs/a"}, ""),
+        (_obj(x={"$ref": "#/properties/x"}), ".properties.x"),
+        ({"type": "array", "prefixItems": [{"$ref": "#/prefixItems/0"}]}, ".prefixItems[0]"),
+        ({"$defs": {"a/b c": {"$ref": "#/$defs/a~1b%20c"}}, "type": "string"}, ".$defs.a/b c"),
+    ],
+    ids=["the whole", "two", "a property", "an item", "unused"],
+)
+def test_a_reference_that_leads_back_to_itself_is_refused(schema: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        form_of(_schema(schema), BYTES_MAX, DEPTH_MAX)
+
+    expected = f"grammar.json_schema{path}.$ref must lead to a schema, it leads back to itself"
+    assert raised.value.message == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _obj(child={"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
+        {"$defs": {"a": _ref("b"), "b": _obj(a={"type": "array", "items": _ref("a")})}, "$ref": "#/$defs/a"},
+        {"type": "array", "items": {"$ref": "#"}},
+        _obj(a=_ref("x"), b=_ref("x")) | {"$defs": {"x": {"type": "integer"}}},
+    ],
+    ids=["property", "through two", "items", "used twice"],
+)
+def test_a_schema_may_refer_to_what_is_around_a_part(tokenizer: llguidance.LLTokenizer, schema: dict[str, Any]) -> None:
+    form = form_of(_schema(schema), BYTES_MAX, DEPTH_MAX)
+
+    assert not llguidance.LLMatcher(tokenizer, constraint_of(form), log_level=0, limits=parser_limits()).is_error()
+
+
+def test_a_long_chain_of_references_is_followed_once() -> None:
+    chain = {f"d{i}": _ref(f"d{i + 1}") for i in range(1500)} | {"d1500": {"type": "integer"}}
+
+    form_of(_schema({"$defs": chain, "$ref": "#/$defs/d0"}), BYTES_MAX * 2, DEPTH_MAX)

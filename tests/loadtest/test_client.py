@@ -185,11 +185,16 @@ def test_chats_travel_as_messages_and_their_deltas_count() -> None:
     ("pieces", "error", "words"),
     [
         ([event({"error": {"message": "gone", "code": 503}})], WorkerLostError, "gone"),
+        (
+            [event({"error": {"message": "gone", "type": "service_unavailable_error", "code": None}})],
+            WorkerLostError,
+            "gone",
+        ),
         ([event({"error": "boom"})], BatonError, "boom"),
         ([ANSWER[0]], WorkerLostError, "without a finish_reason"),
         ([b"data: {nonsense\n\n"], BatonError, "not JSON"),
     ],
-    ids=["typed", "untyped", "cut off", "garbage"],
+    ids=["by code", "by type", "untyped", "cut off", "garbage"],
 )
 def test_a_stream_that_breaks_is_an_error(pieces: list[bytes], error: type[BatonError], words: str) -> None:
     with pytest.raises(error, match=words):

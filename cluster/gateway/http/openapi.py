@@ -22,7 +22,7 @@ _ERROR: Json = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"], "description": "The field that is wrong, as a path."},
-                "code": {"type": ["string", "integer", "null"]},
+                "code": {"type": ["string", "null"]},
             },
         }
     },

@@ -33,7 +33,7 @@ class TokenizeRequest(ChatFields):
     @pydantic.model_validator(mode="after")
     def _check(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("prompt or messages must be given, and not both")
         return self
 
 

@@ -4,7 +4,6 @@
 `sampling_parameters` (vLLM's backend, which takes numbers as text too); the names are vLLM's and TensorRT-LLM's.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from baton_pb.kserve import inference_pb2 as kserve_pb2
 from baton_pb.v1 import common_pb2, inference_pb2
 from cluster.gateway.kserve.tensors import Value, read_inputs
 from common.errors import InvalidRequestError
+from common.grammar import parsed_object
 
 MAX_TOKENS_DEFAULT = 16
 """vLLM's, where a request says nothing."""
@@ -109,13 +109,9 @@ def _parameter(value: kserve_pb2.InferParameter) -> Any:
 
 
 def _sampling_parameters(text: Value) -> Mapping[str, Any]:
-    try:
-        found = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    if not isinstance(text, str):
         raise InvalidRequestError("sampling_parameters must be a JSON object, as text")
-    return found
+    return parsed_object(text, "sampling_parameters")
 
 
 def _flag(given: dict[str, Any], name: str, default: bool) -> bool:

@@ -39,7 +39,7 @@ def test_a_deadline_that_passes_is_504_at_any_stage_and_frees_everything(
             else:
                 answer = await post(cluster, PATH, body, x_request_timeout=str(SHORT_S))
 
-            assert (answer.status, answer.error["type"], answer.error["code"]) == (504, "timeout_error", 504)
+            assert (answer.status, answer.error["type"], answer.error["code"]) == (504, "timeout_error", None)
             assert answer.error["message"] == "the request's deadline passed, 0.300 s after it arrived"
             assert answer.headers["x-should-retry"] == "false"
             await all_is_free(cluster)

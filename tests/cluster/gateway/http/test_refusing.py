@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from cluster.fake_worker import FakeModel
+from cluster.gateway.http.chat import ChatRequest
 from cluster.gateway.http.refusals import refusal_of
 from common import errors
 from common.status import CODES
@@ -144,7 +146,7 @@ def test_what_is_no_request_is_refused(model_dir: Path, body: bytes) -> None:
         async with fake_cluster(model_dir) as cluster:
             answer = await post(cluster, "/v1/completions", body)
 
-            assert (answer.status, answer.error["code"]) == (400, 400)
+            assert (answer.status, answer.error["type"], answer.error["code"]) == (400, "invalid_request_error", None)
 
     run(scenario())
 
@@ -152,7 +154,7 @@ def test_what_is_no_request_is_refused(model_dir: Path, body: bytes) -> None:
 def test_paths_and_methods_that_do_not_exist(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir) as cluster:
-            assert (await get(cluster, "/v1/embeddings")).error["code"] == 404
+            assert (await get(cluster, "/v1/embeddings")).error["type"] == "not_found_error"
             wrong = await get(cluster, "/v1/completions")
             assert (wrong.status, wrong.headers["allow"]) == (405, "post")
             assert (await get(cluster, "/v1/models", "DELETE")).status == 405
@@ -344,6 +346,7 @@ def test_overload_is_refused_with_a_time_to_come_back_and_the_lowest_class_first
 
             for answer in (refused, shed):
                 assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+                assert answer.error["code"] == "rate_limit_exceeded"
                 assert int(answer.headers["retry-after"]) >= 1
             cluster.worker("d0").may_step.set()
             assert [(await task).status for task in (*running, urgent)] == [200] * 3
@@ -358,6 +361,32 @@ def test_every_error_has_its_code_and_words(kind: type[errors.BatonError]) -> No
     assert refusal.status == CODES[kind].http
     assert refusal.body["error"]["message"] == "the words"
     assert refusal.headers.get("retry-after") == ("2" if refusal.status in (429, 503) else None)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "messages must have at least 1 item, got 0"),
+        ({"messages": [{}]}, "messages[0].role is missing"),
+        ({**CHAT, "max_tokens": 0}, "max_tokens must be at least 1"),
+        ({**CHAT, "temperature": "hot"}, "temperature must be a number"),
+        ({**CHAT, "stop": 5}, "stop must be text or a list"),
+        ({**CHAT, "stop": ["a"] * 17}, "stop must have at most 16 items, got 17"),
+        ({**CHAT, "tool_choice": "x"}, "tool_choice must be 'none', 'auto' or 'required' or an object"),
+        (
+            {**CHAT, "response_format": {"type": "x"}},
+            "response_format.type must be 'text', 'json_object' or 'json_schema'",
+        ),
+        ({**CHAT, "colour": "red"}, "colour is an unknown field"),
+        ([], "the body must be an object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_field_that_is_wrong_is_named_in_plain_words(body: object, words: str) -> None:
+    with pytest.raises(pydantic.ValidationError) as raised:
+        ChatRequest.model_validate_json(json.dumps(body))
+
+    assert refusal_of(raised.value).body["error"]["message"] == words
 
 
 def test_an_unforeseen_error_says_its_class_and_nothing_else() -> None:

@@ -26,6 +26,7 @@ class Response:
     def error(self) -> dict[str, Any]:
         error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["code"], str | None)
         return error
 
 
