@@ -181,8 +181,8 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncGenerator[kserve_pb2.ModelInferResponse, None]:
         """Yield the parts of an answer, or all of it."""
         limit_s = min(timeout_s or math.inf, asked.timeout_s or math.inf, self._generator.request_s)
-        choices = [_Choice() for _ in range(asked.message.n or 1)]
         streams = choices_of(self._generator.generate, [asked.message], request_id, limit_s)
+        choices = [_Choice() for _ in streams]
         async with Deadline(limit_s), pieces_of(streams) as pieces:
             async for piece in pieces:
                 choices[piece.index].take(piece.delta)

@@ -160,6 +160,7 @@ def broken(change: str) -> Request:
         (asked(max_tokens=10**6), "max_tokens must be at most"),
         (asked(tempurature=1.0), "tempurature is nothing that this model takes"),
         (asked(n=17), "n must be at most 16"),
+        (asked(n=2**32 - 1), "n must be at most 16"),
         (asked(stop_words=3), "stop must be text"),
         (asked(exclude_input_in_output=7), "exclude_input_in_output must be true or false"),
         (asked(sampling_parameters="x"), "sampling_parameters is nothing"),
