@@ -142,7 +142,9 @@ class DecodeScheduler(Generic[S]):
         Those are LANDING now, from a prefill worker or (`below`) from a tier; the others RUNNING. May be called while
         a step runs.
         """
-        landing = []
+        landing: list[S] = []
+        if not self.waiting:  # mostly: and between any two steps it is asked
+            return landing
         for stream in [stream for stream in self.waiting if not stream.is_loading]:
             if len(self.landing) + len(self.running) >= self._seats or not self._reserve(stream):
                 break

@@ -41,12 +41,13 @@ class PrefillEstimate(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """The time to the first token."""
-        return self.wait_s + self.bring_s + self.compute_s
+        return self.wait_s + (self.restore_s + self.fetch_s) + self.compute_s
 
     @property
     def cost_s(self) -> float:
         """The request's own time and the harm to others."""
-        return self.ttft_s + self.harm_s + self.evict_s - self.spread_s
+        ttft_s = self.wait_s + (self.restore_s + self.fetch_s) + self.compute_s
+        return ttft_s + self.harm_s + self.evict_s - self.spread_s
 
 
 class DecodeEstimate(NamedTuple):
@@ -150,7 +151,7 @@ def _estimate(question: Question, candidate: Candidate, step_s: float, num_decod
     queue = max(0, len(backlog) - 1)
     harm_s = compute_s * (wait.num_delayed + queue / 2) + compute_s * num_decoding
     wait_s = wait.seconds * outlook.wait_factor + step_s
-    evict_s = _evict_s(question, candidate, num_missing) if outlook.reuse_share else 0.0
+    evict_s = _evict_s(question, candidate, num_missing) if num_missing > candidate.free_tokens else 0.0
     spread_s = _spread_s(question, candidate, num_cached) if question.hot.num_blocks else 0.0
     target_s = question.ttft_target_s
     meets_target = target_s is None or wait_s + (restore_s + fetch_s) + compute_s <= target_s
@@ -180,7 +181,9 @@ def _cached(question: Question, candidate: Candidate) -> tuple[int, float]:
     """Return the tokens to take from the cache, and the time to bring them back; what is slow to bring is computed."""
     hits, block_tokens, worker_id = question.hits, question.block_tokens, candidate.worker_id
     most = question.num_tokens - 1  # the last token is always computed, for its logits
-    total = min(hits.of(worker_id) * block_tokens, most)
+    total = hits.of(worker_id) * block_tokens
+    if total > most:
+        total = most
     if hits.levels is hits.in_pool or not total:
         return total, 0.0
     pool = min(hits.pool_of(worker_id) * block_tokens, most)
@@ -226,7 +229,9 @@ def _spread_s(question: Question, candidate: Candidate, num_cached: int) -> floa
 
 
 def _evict_s(question: Question, candidate: Candidate, num_missing: int) -> float:
-    evicted = max(0, min(num_missing, candidate.pool_tokens) - candidate.free_tokens)
+    evicted = min(num_missing, candidate.pool_tokens) - candidate.free_tokens
+    if evicted <= 0:
+        return 0.0
     # Whoever asks for it later has it computed again, or pushed by another worker that still has it.
     return evicted * min(candidate.model.token_s, candidate.fetch_token_s) * question.outlook.reuse_share
 

@@ -5,13 +5,16 @@ will land at a decode worker are not expected: a prompt that comes before they d
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _AGE_MAX_S = 300.0
 """A prompt that is not prefilled after so long is not expected to be."""
 _WORKERS_MAX = 32
 """Workers found for one prompt; beyond it, others are left out."""
+_LENGTHS_MAX = 4096
+"""Lengths of prompts, in blocks, whose marks are at hand."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +83,7 @@ class ExpectedBlocks:
         if not self._by_prefix:
             return found
         above = len(chain)
-        for index in reversed(list(_marks(len(chain)))):
+        for index in reversed(_marks(len(chain))):
             for worker_id, entry in self._by_prefix.get(chain[index], _NOBODY).items():
                 if worker_id in found:
                     continue
@@ -110,12 +113,10 @@ class ExpectedBlocks:
 _NOBODY: dict[str, _Expected] = {}
 
 
-def _marks(num_blocks: int) -> Iterator[int]:
+@lru_cache(_LENGTHS_MAX)
+def _marks(num_blocks: int) -> Sequence[int]:
     """Return the indices of the blocks by which a prompt is found."""
-    count = 1
-    while count <= num_blocks:
-        yield count - 1
-        count *= 2
+    return tuple((1 << power) - 1 for power in range(num_blocks.bit_length()))
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes], low: int, high: int) -> int:

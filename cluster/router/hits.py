@@ -47,18 +47,17 @@ class Hits(NamedTuple):
     def those_of(self, holders: int, among: Mapping[str, T], limit: int, first: str = "") -> list[T]:
         """Return at most `limit` of those of `among` (by worker) that are in a bit set, from worker `first` on."""
         found: list[T] = []
-        start = max(0, self.bits.get(first, 0).bit_length() - 1)
-        later = holders >> start
-        for part, offset in ((later, start), (holders ^ later << start, 0)):
+        names, get = self.names, among.get
+        later = holders & -self.bits.get(first, 1)
+        for part in (later, holders ^ later):
             while part:
-                below = (part & -part).bit_length()
-                part >>= below
-                offset += below
-                member = among.get(self.names[offset - 1])
+                rest = part & (part - 1)
+                member = get(names[(part ^ rest).bit_length() - 1])
                 if member is not None:
                     found.append(member)
                     if len(found) == limit:
                         return found
+                part = rest
         return found
 
     def raised(self, expected: Mapping[str, int]) -> "Hits":

@@ -84,11 +84,11 @@ class Pairs(Collection[PairEstimate]):
 
     def least(self) -> PairEstimate:
         """Return the pair that costs least among those that meet the request's targets; among all, if none does."""
-        return (self._fit() or self)._least()
+        return self._fit()._least()
 
     def nearly_least(self, margin: Margin) -> list[PairEstimate]:
         """Return the pairs that cost hardly more than the least; those that meet the targets, as in `least`."""
-        fit = self._fit() or self
+        fit = self._fit()
         best = fit._least()
         most_s = best.total_s + margin.share * best.first.ttft_s + margin.seconds
         found = []
@@ -110,15 +110,15 @@ class Pairs(Collection[PairEstimate]):
         spared = Pairs(self.prefill, [half.spared for half in self.decode])
         return spared if len(spared) else self
 
-    def _fit(self) -> "Pairs | None":
-        """Return the pairs that meet the targets; None if there is none."""
+    def _fit(self) -> "Pairs":
+        """Return the pairs that meet the targets; all, if there is none."""
         prefill = [half for half in self.prefill if half.first.meets_target]
         decode = [half for half in self.decode if half.then.meets_target]
         if len(prefill) == len(self.prefill) and len(decode) == len(self.decode) and all(map(_alone_fits, decode)):
             return self
         decode = [half if _alone_fits(half) else half._replace(alone=None) for half in decode]
         fit = Pairs(prefill, decode)
-        return fit if len(fit) else None
+        return fit if len(fit) else self
 
     def _least(self) -> PairEstimate:
         alone = min((half.alone for half in self.decode if half.alone is not None), key=_total, default=None)

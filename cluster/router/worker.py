@@ -207,7 +207,7 @@ class Worker:
         self._unplaced = _Unplaced(
             load.queued_tokens - account.queued_tokens,
             max(0, load.waiting_sequences + load.running_sequences - account.reservations),
-            max(0, load.waiting_sequences - account.unstarted),
+            max(0, load.waiting_sequences - account.unstarted) if load.waiting_sequences else 0,
             load.used_blocks * block_tokens - account.prompt_tokens,
         )
         if load.steps is not None:
@@ -285,7 +285,9 @@ class Worker:
         if not running_max:
             return False
         spare = max(1, running_max // _SPARE_SHARE)
+        if candidate.num_sequences >= running_max + spare:
+            return True
         # Who waits there waits for blocks, or for one of the `running_max` places. Whoever has a token waits no more,
         # though the worker has not reported since.
-        waiting = min(self.load.waiting_sequences, self._unplaced.waiting + self.account.unstarted)
-        return waiting > spare or candidate.num_sequences >= running_max + spare
+        waiting = self.load.waiting_sequences
+        return waiting > spare and self._unplaced.waiting + self.account.unstarted > spare

@@ -79,10 +79,14 @@ class DecodeWorker(SimulatedWorker):
         self._batch = Batch(self.books, profile, stretch_max)
         self.num_preemptions = 0
         self._end_number = 0
+        self._has_computed = False
+        """Whether a prompt was ever to be computed here: mostly never, and then nobody need be looked at."""
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens to compute here, and tokens to compute again."""
+        if not self._has_computed:
+            return 0
         here = (stream for stream in chain(self._scheduler.waiting, self._scheduler.running) if not stream.is_remote)
         return sum(count for stream in here if (count := stream.sequence.num_uncomputed) > 1)
 
@@ -108,6 +112,7 @@ class DecodeWorker(SimulatedWorker):
         end_tokens = min(job.num_prompt + job.num_output, self._scheduler.capacity_tokens)
         stream = SimulatedStream(sequence=self._sequence(job), is_remote=job.is_remote, job=job, end_tokens=end_tokens)
         self._streams[job] = stream
+        self._has_computed = self._has_computed or not job.is_remote
         self._scheduler.add(stream)
         self._changed()
 
@@ -180,7 +185,9 @@ class DecodeWorker(SimulatedWorker):
         """Plan a step, and await the end of it and of those that are sure to be like it."""
         self._admit()
         plan = self._scheduler.plan()
-        self.num_preemptions += len(plan.preempted)
+        if plan.preempted:
+            self.num_preemptions += len(plan.preempted)
+            self._has_computed = True
         if (stretch := self._batch.begin(plan, self._timeline.now())) is not None:
             self._await_end(stretch)
 

@@ -1,7 +1,6 @@
 """The least time, of this request and of those it hinders, within the targets. See README.md."""
 
 from collections.abc import Sequence
-from heapq import nsmallest
 from random import Random
 from typing import Protocol
 
@@ -87,8 +86,10 @@ def _drawn(members: Sequence[Candidate], rng: Random) -> Sequence[Candidate]:
 
 def _idlest(candidates: Sequence[Candidate], loads: Sequence[float], count: int) -> Sequence[Candidate]:
     """Return the least busy, the least first; of equals those that come first."""
-    places = nsmallest(count, range(len(loads)), key=loads.__getitem__)
-    return [candidates[place] for place in places]
+    if count == 1:
+        return [candidates[loads.index(min(loads))]]
+    places = sorted(range(len(loads)), key=loads.__getitem__)
+    return [candidates[place] for place in places[:count]]
 
 
 def _least(candidates: Sequence[Candidate], loads: Sequence[float], rng: Random) -> Candidate:
