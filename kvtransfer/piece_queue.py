@@ -4,7 +4,7 @@ from collections import deque
 from typing import NamedTuple
 
 from kvtransfer.layout import BlockLayout
-from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, cut, joined, piece_bytes
+from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, blocks_together, joined, part_of
 from kvtransfer.push import BlockPush
 
 
@@ -52,20 +52,23 @@ class PieceQueue:
         if not self._waiting:
             return None
         push, whole, begin = self._waiting[0]
-        piece = cut(whole, begin, self._layout, self.part_bytes_max)
-        num_bytes = piece_bytes(piece, self._layout)
+        end = min(begin + self._blocks_together(whole), len(whole.block_ids))
+        num_bytes = (end - begin) * len(whole.layers) * self._layout.layer_bytes
         if num_bytes_max is not None and num_bytes > num_bytes_max:
             return None
         self._waiting.popleft()
-        if (end := begin + len(piece.block_ids)) < len(whole.block_ids):
+        if end < len(whole.block_ids):
             push.queued(1)
             self._waiting.append(_Waiting(push, whole, end))
-        return Part(push, piece, num_bytes)
+        return Part(push, part_of(whole, begin, end - begin), num_bytes)
 
     def is_one_part(self, piece: Piece) -> bool:
         """Whether a piece would go out whole."""
-        return len(cut(piece, 0, self._layout, self.part_bytes_max).block_ids) == len(piece.block_ids)
+        return len(piece.block_ids) <= self._blocks_together(piece)
 
     def clear(self) -> None:
         """Forget everything."""
         self._waiting.clear()
+
+    def _blocks_together(self, piece: Piece) -> int:
+        return blocks_together(len(piece.layers), self._layout, self.part_bytes_max)

@@ -97,14 +97,14 @@ def piece_bytes(piece: Piece, layout: BlockLayout) -> int:
     return len(piece.block_ids) * len(piece.layers) * layout.layer_bytes
 
 
-def cut(piece: Piece, begin: int, layout: BlockLayout, num_bytes_max: int = PIECE_BYTES_MAX) -> Piece:
-    """Return a part of a piece: at most `num_bytes_max` from its block `begin` on, or one block if that is larger.
+def blocks_together(num_layers: int, layout: BlockLayout, num_bytes_max: int = PIECE_BYTES_MAX) -> int:
+    """Return how many blocks of so many layers travel as one piece: those of `num_bytes_max`, or one that is larger."""
+    return min(max(num_bytes_max // (num_layers * layout.layer_bytes), 1), PIECE_BLOCKS_MAX)
 
-    What is left is not copied: a prompt of 128k tokens is cut into hundreds.
-    """
-    per_block = len(piece.layers) * layout.layer_bytes
-    step = min(max(num_bytes_max // per_block, 1), PIECE_BLOCKS_MAX)
-    return Piece(piece.first + begin, piece.block_ids[begin : begin + step], piece.layers)
+
+def part_of(piece: Piece, begin: int, count: int) -> Piece:
+    """Return the part of a piece from its block `begin` on. What is left is not copied: there may be hundreds."""
+    return Piece(piece.first + begin, piece.block_ids[begin : begin + count], piece.layers)
 
 
 def joined(piece: Piece, following: Piece) -> Piece | None:
@@ -116,7 +116,7 @@ def joined(piece: Piece, following: Piece) -> Piece | None:
     return piece._replace(layers=range(piece.layers.start, following.layers.stop))
 
 
-def runs_of(piece: Piece, landing_ids: Sequence[int], layout: BlockLayout) -> Runs:
+def runs_of(piece: Piece, landing_ids: Sequence[int] | IntArray, layout: BlockLayout) -> Runs:
     """Return what to copy, in the order of the blocks; whole blocks that are neighbours on both sides become one run.
 
     Args:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Activity, Stop
@@ -73,7 +75,7 @@ class BlockPush:
         self.terms = terms
         self.coding = coding
         """How pieces travel; None: as they are."""
-        self.landing_ids = tuple(landing_ids)
+        self.landing_ids = np.fromiter(landing_ids, np.int64, len(landing_ids))
         self.activity = Activity()
         self.stop = Stop()
         self.is_over = False
@@ -120,10 +122,8 @@ class BlockPush:
         assert 0 <= first <= first + len(block_ids) <= self.terms.num_blocks
         assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._peer.num_source_blocks
         assert self.terms.layers.start <= layers.start < layers.stop <= self.terms.layers.stop
-        if not block_ids or self.is_over:
-            return
-        self._watch_progress()
-        self._peer.enqueue(self, Piece(first, tuple(block_ids), layers))
+        if block_ids:
+            self._enqueue(Piece(first, tuple(block_ids), layers))
 
     async def opened(self) -> None:
         """Wait until the receiver has accepted the ticket, then queue what was ready; raises what it answered instead.
@@ -133,7 +133,7 @@ class BlockPush:
         await asyncio.shield(self._opened)
         piece, self.waiting = self.waiting, None
         if piece is not None:
-            self.announce(piece.first, piece.block_ids, piece.layers)
+            self._enqueue(piece)
 
     async def finish(self) -> PushReport:
         """Wait for the confirmation of all pieces; see `Push.finish`."""
@@ -253,6 +253,11 @@ class BlockPush:
         self.seconds = self._loop.time() - self._started
         self.exposed_s = self._loop.time() - self._finishing
         self._outcome.set_result(PushReport(self.transport, self._num_bytes, self.seconds))
+
+    def _enqueue(self, piece: Piece) -> None:
+        if not self.is_over:
+            self._watch_progress()
+            self._peer.enqueue(self, piece)
 
     def _complete_if_done(self) -> None:
         if self._is_complete_sent or not self._is_finishing or self.is_over:

@@ -1,7 +1,5 @@
 """Cutting and coalescing keep every byte, once, in order; coverage counts each (block, layer) once."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from common.errors import TransferError
 from kvtransfer.coverage import Coverage
 from kvtransfer.fake import SMALL_LAYOUT
 from kvtransfer.layout import BlockLayout
-from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, cut, joined, piece_bytes, runs_of
+from kvtransfer.pieces import PIECE_BYTES_MAX, Piece, blocks_together, joined, part_of, piece_bytes, runs_of
 
 unhurried = settings(deadline=None, max_examples=50)
 LAYERS = SMALL_LAYOUT.num_layers
@@ -42,11 +40,8 @@ def test_neighbours_on_both_sides_become_one_run() -> None:
 
 
 def cut_up(piece: Piece, layout: BlockLayout) -> list[Piece]:
-    parts, begin = [], 0
-    while begin < len(piece.block_ids):
-        parts.append(cut(piece, begin, layout))
-        begin += len(parts[-1].block_ids)
-    return parts
+    count = blocks_together(len(piece.layers), layout)
+    return [part_of(piece, begin, count) for begin in range(0, len(piece.block_ids), count)]
 
 
 @unhurried
@@ -59,29 +54,6 @@ def test_cutting_keeps_all_blocks_and_bounds_the_bytes(count: int, head_dim: int
     assert [block for part in parts for block in part.block_ids] == list(range(count))
     assert [part.first for part in parts] == [3 + part.block_ids[0] for part in parts]
     assert all(piece_bytes(part, layout) <= PIECE_BYTES_MAX or len(part.block_ids) == 1 for part in parts)
-
-
-class Counted(tuple[int, ...]):
-    """Counts the elements that are copied out of it."""
-
-    __slots__ = ()
-    num_copied = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        part = super().__getitem__(index)
-        Counted.num_copied += len(part)
-        return Counted(part)
-
-
-def test_cutting_copies_each_block_once_however_many_parts_there_are() -> None:
-    layout = SMALL_LAYOUT._replace(head_dim=64 * 64)  # many parts
-    count = 131_072 // 16
-    blocks = Counted(range(count))
-
-    parts = cut_up(Piece(0, blocks, range(LAYERS)), layout)
-
-    assert len(parts) > 100
-    assert Counted.num_copied == count
 
 
 def test_neighbouring_layers_of_the_same_blocks_become_one_piece() -> None:
