@@ -86,24 +86,27 @@ INLINE i64 first_key(i64 position, i64 window) {  // of the keys that `position`
     return window > 0 ? std::max<i64>(0, position - window + 1) : 0;
 }
 
-// Scores of H query heads against the four keys at `k`, for one kv head.
+// Scores of H query heads against the four keys at `k`, for one kv head. Here and below every loop over an array of sums is
+// unrolled by name: GCC leaves the array in memory otherwise.
 template <class T, int H>
 INLINE void score_keys(const float* q, const T* const k[4], i64 dim, float* scores) {
     Vec a[H][4];
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
+#pragma GCC unroll 4
         for (int i = 0; i < 4; i++) a[h][i] = zero();
     for (i64 d = 0; d < dim; d += VL) {
         Vec qv[H];
+#pragma GCC unroll 4
         for (int h = 0; h < H; h++) qv[h] = load(q + h * dim + d);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             const Vec key = load(k[i] + d);
-            for (int h = 0; h < H; h++) {
-                a[h][i] = fma(key, qv[h], a[h][i]);
-                KEEP(a[h][i]);
-            }
+#pragma GCC unroll 4
+            for (int h = 0; h < H; h++) a[h][i] = fma(key, qv[h], a[h][i]);
         }
     }
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++) _mm_storeu_ps(scores + h * kPart, sum4(a[h][0], a[h][1], a[h][2], a[h][3]));
 }
 
@@ -164,19 +167,26 @@ template <class T, int H, int W>
 INLINE void weigh_values(const float* scores, const T* values, const i64* at, int n, Ahead& ahead, i64 lines, float* out,
                          i64 out_stride) {
     Vec a[H][W];
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
+#pragma GCC unroll 4
         for (int j = 0; j < W; j++) a[h][j] = zero();
     for (int t = 0; t < n; t++) {
         const T* v = values + at[t];
         ahead.fetch(lines);
-        Vec columns[W];
-        for (int j = 0; j < W; j++) columns[j] = load(v + j * VL);
-        for (int h = 0; h < H; h++) {
-            const Vec p = splat(scores[h * kPart + t]);
-            for (int j = 0; j < W; j++) a[h][j] = fma(columns[j], p, a[h][j]);
+        Vec p[H];
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h++) p[h] = splat(scores[h * kPart + t]);
+#pragma GCC unroll 4
+        for (int j = 0; j < W; j++) {
+            const Vec column = load(v + j * VL);
+#pragma GCC unroll 4
+            for (int h = 0; h < H; h++) a[h][j] = fma(column, p[h], a[h][j]);
         }
     }
+#pragma GCC unroll 4
     for (int h = 0; h < H; h++)
+#pragma GCC unroll 4
         for (int j = 0; j < W; j++) store(out + h * out_stride + j * VL, a[h][j]);
 }
 

@@ -14,13 +14,6 @@ using i64 = int64_t;
 
 #define INLINE static inline __attribute__((always_inline))
 
-// Pins a value to a register: with 16 of them GCC reorders the broadcasts and spills the sums otherwise.
-#if defined(__AVX512VNNI__)
-#define KEEP(v) (void)0
-#else
-#define KEEP(v) asm volatile("" : "+x"(v))
-#endif
-
 struct Half {  // IEEE binary16, as stored
     uint16_t bits;
 };

@@ -6,6 +6,11 @@
 
 namespace baton {
 
+// Pins a value to a register: GCC reorders the broadcasts and spills the sums otherwise.
+#define KEEP(v) asm volatile("" : "+x"(v))
+// Keeps an array where it is: GCC takes its elements for variables otherwise, and copies them all for each block.
+#define IN_MEMORY(array) asm volatile("" : : "r"(array) : "memory")
+
 template <int R>
 INLINE void finish(const float* f, const Tile& t) {
     for (int r = 0; r < R; r++)
@@ -18,15 +23,15 @@ INLINE void finish(const float* f, const Tile& t) {
 
 template <int R>
 INLINE void scale_block(float* f, const __m256i (*a)[2], const Tile& t, i64 b, const Half* d, const Half* m) {
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; n++) {
-        const Vec dv = load(d + n * 8);
+    const Vec dv[2] = {load(d), load(d + 8)}, mv[2] = {m ? load(m) : zero(), m ? load(m + 8) : zero()};
 #pragma GCC unroll 6
-        for (int r = 0; r < R; r++) {
-            Vec v = _mm256_load_ps(f + r * kPanel + n * 8);
-            if (m) v = fma(load(m + n * 8), splat(t.sums[b * R + r]), v);
-            v = fma(_mm256_cvtepi32_ps(a[r][n]), mul(dv, splat(t.scales[b * R + r])), v);
-            _mm256_store_ps(f + r * kPanel + n * 8, v);
+    for (int r = 0; r < R; r++) {
+        const Vec scale = splat(t.scales[b * R + r]), total = splat(t.sums[b * R + r]);
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            float* out = f + r * kPanel + n * 8;
+            const Vec v = m ? fma(mv[n], total, _mm256_load_ps(out)) : _mm256_load_ps(out);
+            _mm256_store_ps(out, fma(_mm256_cvtepi32_ps(a[r][n]), mul(dv[n], scale), v));
         }
     }
 }
@@ -34,6 +39,7 @@ INLINE void scale_block(float* f, const __m256i (*a)[2], const Tile& t, i64 b, c
 template <int R>
 INLINE void tile_q4_narrow(const Tile& t) {
     alignas(32) float f[R * kPanel] = {};
+    IN_MEMORY(f);
     const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
     for (i64 b = 0; b < t.blocks; b++) {
         const uint8_t* w = t.weights + b * 320;
@@ -75,6 +81,7 @@ template <int R, bool Q4>
 INLINE void tile_wide(const Tile& t) {
     constexpr int kBytes = Q4 ? 320 : 544;
     alignas(32) float f[R * kPanel] = {};
+    IN_MEMORY(f);
     const __m256i low = _mm256_set1_epi16(Q4 ? 0xF : 0xFF);
     for (i64 b = 0; b < t.blocks; b++) {
         const uint8_t* w = t.weights + b * kBytes;
