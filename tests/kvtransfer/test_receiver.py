@@ -1,13 +1,11 @@
 """Frames from strangers and broken senders are refused and counted, and harm nobody else."""
 
 import asyncio
-import gc
 import random
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from kvtransfer.fake import SMALL_LAYOUT
 from kvtransfer.landing import BlockLanding
 from kvtransfer.transports import shm
 from kvtransfer.wire import FRAME_BYTES_MAX, PROTOCOL
+from tests.kvtransfer.descriptors import num_descriptors
 from tests.kvtransfer.raw_sender import Frame, RawSender
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
@@ -39,11 +38,6 @@ async def good_transfer(pair: Any) -> None:
     await push.finish()
     await landing.landed()
     assert pair.target.block(9) == pair.source.block(4)
-
-
-def num_descriptors() -> int:
-    gc.collect()  # pools of earlier tests
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def refusals(pair: Any) -> int:

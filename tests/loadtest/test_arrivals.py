@@ -74,7 +74,7 @@ def test_what_has_no_rate_becomes_poisson(arrival: ClosedArrival | TraceArrival)
     ("spec", "words"),
     [
         ("poisson", "rate"),
-        ("poisson:rate=0", "greater than 0"),
+        ("poisson:rate=0", "above 0"),
         ("poisson:rate", "key=value"),
         ("poisson:rate=1,colour=red", "colour"),
         ("sometimes:rate=1", "sometimes"),
