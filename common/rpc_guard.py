@@ -21,10 +21,9 @@ from common.status import abort_rpc
 Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
 """Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
 
-
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
-_INLINE_BYTES_MAX = 64 * 1024
-"""Of a message: takes 10 ms at most to read."""
+INLINE_BYTES_MAX = 64 * 1024
+"""Of a message, or of an HTTP body: takes 10 ms at most to read. Larger ones are read on a thread."""
 
 Read = Callable[[bytes], Any]
 
@@ -182,7 +181,7 @@ def _refusing(error: BatonError) -> Any:
 def _small(read: Read) -> Read:
     """Return what reads a message at once unless it is large."""
     read_or_mark = _tolerant(read)
-    return lambda data: read_or_mark(data) if len(data) <= _INLINE_BYTES_MAX else _Large(data)
+    return lambda data: read_or_mark(data) if len(data) <= INLINE_BYTES_MAX else _Large(data)
 
 
 def _tolerant(read: Read) -> Read:

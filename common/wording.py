@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pydantic
     from pydantic_core import ErrorDetails
 
 _KINDS = {
@@ -38,6 +39,23 @@ def sentence(name: str, error: "ErrorDetails") -> str:
     return f"{name}{':' if error['type'] in _VALIDATORS else ''} {reason(error)}"
 
 
+def sentences(error: "pydantic.ValidationError", whole: str, begin: int = 0) -> str:
+    """Return all that is wrong, without the values given: they may be secrets.
+
+    Args:
+        error: what the fields of something have.
+        whole: what it is called itself.
+        begin: parts of each field's path that are left out.
+    """
+    found = error.errors(include_url=False, include_input=False)
+    return "; ".join(sentence(".".join(map(str, one["loc"][begin:])) or whole, one) for one in found)
+
+
+def counted(count: int | str, thing: str) -> str:
+    """Return so many things, in words: `1 item`, `2 items`."""
+    return f"{count} {thing}{'' if str(count) == '1' else 's'}"
+
+
 def kind_wanted(error: "ErrorDetails") -> str:
     """Return what a value should have been that is of another type, or none of a few; empty if it was."""
     match error["type"]:
@@ -67,7 +85,7 @@ def reason(error: "ErrorDetails") -> str:
             thing = "character" if kind.startswith("string") else "item"
             word, most = ("least", "min_length") if kind.endswith("short") else ("most", "max_length")
             given = context.get("actual_length")
-            return f"must have at {word} {_counted(context[most], thing)}" + ("" if given is None else f", got {given}")
+            return f"must have at {word} {counted(context[most], thing)}" + ("" if given is None else f", got {given}")
         case "string_pattern_mismatch":
             return f"must match {context['pattern']}"
         case kind if kind in _VALIDATORS:
@@ -81,10 +99,6 @@ def reason(error: "ErrorDetails") -> str:
 
 def _shown(limit: Any) -> str:
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _or(names: list[str]) -> str:

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from common.config_node import Count, Node, Positive
 from common.errors import ConfigError
-from common.wording import sentence
+from common.wording import sentences
 from loadtest import trace
 from loadtest.arrivals import Arrival
 from loadtest.content import ChatPrompt, Message, Prompt, Segment, TextPrompt, TokenPrompt, content_id, words
@@ -228,8 +228,7 @@ def _parse(adapter: TypeAdapter[_T], what: str, spec: str) -> _T:
     try:
         return adapter.validate_python(fields)
     except pydantic.ValidationError as error:
-        details = (sentence(".".join(map(str, one["loc"][1:])) or "its kind", one) for one in error.errors())
-        raise ConfigError(f"{what} {spec!r}: {'; '.join(details)}") from error
+        raise ConfigError(f"{what} {spec!r}: {sentences(error, 'its kind', begin=1)}") from error
 
 
 def _around(rng: Random, mean: int, spread: float) -> int:

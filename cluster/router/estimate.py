@@ -41,6 +41,7 @@ class PrefillEstimate(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """The time to the first token."""
+        # Written out, here and below: both are read for each pair that is weighed, and a call costs more than the sum.
         return self.wait_s + (self.restore_s + self.fetch_s) + self.compute_s
 
     @property
@@ -229,9 +230,7 @@ def _spread_s(question: Question, candidate: Candidate, num_cached: int) -> floa
 
 
 def _evict_s(question: Question, candidate: Candidate, num_missing: int) -> float:
-    evicted = min(num_missing, candidate.pool_tokens) - candidate.free_tokens
-    if evicted <= 0:
-        return 0.0
+    evicted = max(0, min(num_missing, candidate.pool_tokens) - candidate.free_tokens)
     # Whoever asks for it later has it computed again, or pushed by another worker that still has it.
     return evicted * min(candidate.model.token_s, candidate.fetch_token_s) * question.outlook.reuse_share
 

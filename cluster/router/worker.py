@@ -207,7 +207,7 @@ class Worker:
         self._unplaced = _Unplaced(
             load.queued_tokens - account.queued_tokens,
             max(0, load.waiting_sequences + load.running_sequences - account.reservations),
-            max(0, load.waiting_sequences - account.unstarted) if load.waiting_sequences else 0,
+            max(0, load.waiting_sequences - account.unstarted),
             load.used_blocks * block_tokens - account.prompt_tokens,
         )
         if load.steps is not None:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from common.config_node import Node, Positive
 from common.errors import ConfigError, NotFoundError
-from common.wording import sentence
+from common.wording import sentence, sentences
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
 _KEY = re.compile(r"bk-([0-9a-f]{12})-[0-9a-f]{64}")
@@ -129,10 +129,7 @@ def read(path: Path) -> KeyFile:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(f"key file {path} is no YAML{'' if mark is None else f', line {mark.line + 1}'}") from error
     except pydantic.ValidationError as error:
-        # Without the input: it may be a secret.
-        found = error.errors(include_url=False, include_input=False)
-        parts = (sentence(".".join(map(str, one["loc"])) or "the file", one) for one in found)
-        raise ConfigError(f"key file {path}: {'; '.join(parts)}") from error
+        raise ConfigError(f"key file {path}: {sentences(error, 'the file')}") from error
 
 
 def add_key(path: Path, tenant: str, role: Literal["user", "admin"], rules: dict[str, Any]) -> NewKey:

@@ -10,6 +10,7 @@ from cluster.tenants.callers import Caller
 from cluster.tenants.key_file import TenantRules
 from common.clock import Clock
 from common.errors import InvalidRequestError, OverloadedError, WorkerLostError
+from common.wording import counted
 
 _RETRY_AFTER_S = 1.0
 _NEARLY_FULL = 0.75
@@ -86,7 +87,7 @@ class TenantUse:
         """
         rate = rules.requests_per_s
         if rate is not None and (wait_s := self._calls.take(1.0, self._clock.now(), rate, max(1.0, rate))):
-            raise self.refused("requests_per_s", f"{_counted(f'{rate:g}', 'call')} a second", wait_s)
+            raise self.refused("requests_per_s", f"{counted(f'{rate:g}', 'call')} a second", wait_s)
 
     @contextmanager
     def request(self, rules: TenantRules) -> Iterator["RequestUse"]:
@@ -98,7 +99,7 @@ class TenantUse:
         most = rules.concurrent_max
         if most is not None and self.running >= most:
             raise self.refused(
-                "concurrent_max", f"{_counted(str(most), 'request')} at once (each choice counts)", _RETRY_AFTER_S
+                "concurrent_max", f"{counted(most, 'request')} at once (each choice counts)", _RETRY_AFTER_S
             )
         self.requests_total += 1
         self.running += 1
@@ -160,7 +161,7 @@ class RequestUse:
         if num_tokens > most:
             raise InvalidRequestError(f"prompt has {num_tokens} tokens, tenant {name} may use {most} in a minute")
         if wait_s := self._tenant.tokens.take(num_tokens, self._clock.now(), most / 60.0, most):
-            raise self._tenant.refused("tokens_per_min", f"{_counted(str(most), 'token')} a minute", wait_s)
+            raise self._tenant.refused("tokens_per_min", f"{counted(most, 'token')} a minute", wait_s)
         self._num_charged = num_tokens
 
     def took(self, num_output_tokens: int) -> None:
@@ -225,7 +226,3 @@ class Uses:
     def all(self) -> list[TenantUse]:
         """Return every tenant's that has called, by name."""
         return [self._tenants[name] for name in sorted(self._tenants)]
-
-
-def _counted(count: str, thing: str) -> str:
-    return f"{count} {thing}{'' if count == '1' else 's'}"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from common.config_node import Node, Positive
 from common.errors import ConfigError
-from common.wording import sentence
+from common.wording import sentences
 
 _FOLDER = Path(__file__).parent / "profiles"
 Cost = Annotated[float, Field(ge=0)]
@@ -106,5 +106,4 @@ def load_profile(name: str) -> Profile:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"profile {name!r} is no YAML: {' '.join(str(error).split())}") from error
     except pydantic.ValidationError as error:
-        details = (sentence(".".join(map(str, one["loc"])) or "the file", one) for one in error.errors())
-        raise ConfigError(f"profile {name!r}: {'; '.join(details)}") from error
+        raise ConfigError(f"profile {name!r}: {sentences(error, 'the file')}") from error

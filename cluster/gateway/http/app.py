@@ -30,14 +30,13 @@ from cluster.tenants.door import Door, stopping
 from common.config_doors import HttpConfig
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
 from common.logs import log
+from common.rpc_guard import INLINE_BYTES_MAX
 from common.text import Text
 from common.tls import TlsFiles
 
 _LOG = logging.getLogger(__name__)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MODELS = "/v1/models/"
-_INLINE_BYTES_MAX = 64 * 1024
-"""Of a body: takes 10 ms at most to read."""
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 Endpoint = Callable[[Exchange], Awaitable[None]]
@@ -168,7 +167,7 @@ class HttpFace:
             pydantic.ValidationError: it is not what it should be.
         """
         data = await exchange.body()
-        if len(data) <= _INLINE_BYTES_MAX:
+        if len(data) <= INLINE_BYTES_MAX:
             return body.model_validate_json(data)
         num_brackets = data.count(b"[") + data.count(b"{")
         if num_brackets > self._config.body_brackets_max:

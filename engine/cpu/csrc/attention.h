@@ -86,8 +86,8 @@ INLINE i64 first_key(i64 position, i64 window) {  // of the keys that `position`
     return window > 0 ? std::max<i64>(0, position - window + 1) : 0;
 }
 
-// Scores of H query heads against the four keys at `k`, for one kv head. Here and below every loop over an array of sums is
-// unrolled by name: GCC leaves the array in memory otherwise.
+// Scores of H query heads against the four keys at `k`, for one kv head. Here and where values are
+// weighed, loops over the array of sums are unrolled by name: GCC leaves it in memory otherwise.
 template <class T, int H>
 INLINE void score_keys(const float* q, const T* const k[4], i64 dim, float* scores) {
     Vec a[H][4];

@@ -94,8 +94,8 @@ INLINE void tile_wide(const Tile& t) {
         for (int g = 0; g < 8; g++)
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2; odd++) {
-                __m256i u0 = _mm256_loadu_si256((const __m256i*)(w + (Q4 ? 64 + (g & 3) * 64 : 32 + g * 64)));
-                __m256i u1 = _mm256_loadu_si256((const __m256i*)(w + (Q4 ? 96 + (g & 3) * 64 : 64 + g * 64)));
+                const uint8_t* at = w + (Q4 ? 64 + (g & 3) * 64 : 32 + g * 64);
+                __m256i u0 = _mm256_loadu_si256((const __m256i*)at), u1 = _mm256_loadu_si256((const __m256i*)(at + 32));
                 const int shift = 8 * odd + (Q4 && g > 3 ? 4 : 0);
                 if (shift) u0 = _mm256_srli_epi16(u0, shift), u1 = _mm256_srli_epi16(u1, shift);
                 if (Q4 || !odd) u0 = _mm256_and_si256(u0, low), u1 = _mm256_and_si256(u1, low);
