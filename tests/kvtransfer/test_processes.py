@@ -37,10 +37,13 @@ async def own(transport: str) -> AsyncIterator[tuple[TransferEndpoint, FakeBlock
     assert endpoint.num_active == 0
 
 
-async def first_piece(endpoint: TransferEndpoint) -> None:
-    """Return when one piece has been acknowledged: the transfer is in full flow."""
-    before = sum(entry.pieces for entry in endpoint.stats())
-    while sum(entry.pieces for entry in endpoint.stats()) == before:  # noqa: ASYNC110  (pieces raise no event)
+def num_pieces(endpoint: TransferEndpoint) -> int:
+    return sum(entry.pieces for entry in endpoint.stats())
+
+
+async def next_piece(endpoint: TransferEndpoint, before: int) -> None:
+    """Return when one more than `before` has been acknowledged: the transfer is in full flow."""
+    while num_pieces(endpoint) == before:  # noqa: ASYNC110  (pieces raise no event)
         await asyncio.sleep(0)
 
 
@@ -73,8 +76,9 @@ def test_bytes_cross_both_ways_and_a_receiver_killed_in_full_flow_is_lost_at_onc
 
             ticket = transfer_pb2.Ticket.FromString(bytes.fromhex(await child.ask(f"grant {NUM_BLOCKS}")))
             push = await endpoint.open_push(ticket)
+            before = num_pieces(endpoint)
             push.announce(0, list(range(NUM_BLOCKS)))
-            await first_piece(endpoint)
+            await next_piece(endpoint, before)
 
             child.process.send_signal(signal.SIGKILL)
 
@@ -93,9 +97,9 @@ def test_bytes_cross_both_ways_and_a_receiver_killed_in_full_flow_is_lost_at_onc
 def test_a_sender_frozen_or_killed_in_full_flow_cannot_write_after_the_abort(transport: str) -> None:
     async def test() -> None:
         async with asyncio.timeout(60), peer(transport) as child, own(transport) as (endpoint, store):
-            frozen = endpoint.grant(list(range(NUM_BLOCKS)), 0)
+            frozen, before = endpoint.grant(list(range(NUM_BLOCKS)), 0), num_pieces(endpoint)
             assert await child.ask(f"push {frozen.ticket.SerializeToString().hex()}") == "announced"
-            await first_piece(endpoint)
+            await next_piece(endpoint, before)
 
             child.process.send_signal(signal.SIGSTOP)
             await frozen.abort("it hangs")
@@ -107,9 +111,9 @@ def test_a_sender_frozen_or_killed_in_full_flow_cannot_write_after_the_abort(tra
             await asyncio.sleep(0.2)
             assert is_marked(store)
 
-            killed = endpoint.grant(list(range(NUM_BLOCKS)), 0)
+            killed, before = endpoint.grant(list(range(NUM_BLOCKS)), 0), num_pieces(endpoint)
             await child.tell(f"push {killed.ticket.SerializeToString().hex()}")
-            await first_piece(endpoint)  # the sender is served again
+            await next_piece(endpoint, before)  # the sender is served again
 
             child.process.send_signal(signal.SIGKILL)
 
