@@ -94,11 +94,12 @@ class HttpConfig(Node):
     """Limits of the OpenAI API. Where it listens is the gateway's host and http_port."""
 
     body_bytes_max: Positive = 4 * 1024 * 1024
-    """Largest body of a request; a larger one is answered with 413. All streams wait while one is read: 10 ms for this
-    much text, 0.4 s for as many tiny fields."""
-    body_brackets_max: Positive = 128 * 1024
-    """Most lists and objects of a body, counted by their brackets, those in texts too: one takes as long to read as
-    hundreds of bytes of text."""
+    """Largest body of a request; a larger one is answered with 413. All streams wait while one is read: 10 ms for so
+    much text."""
+    body_values_max: Positive = 256 * 1024
+    """Most values of a body above 64 KiB: token ids, and whatever else is an item of a list or a member of an object;
+    lists and objects themselves count as 8. All streams wait while they are read, 0.1 s for so many. Raise it for
+    longer prompts of token ids."""
     head_bytes_max: Positive = 64 * 1024
     """Largest request line and headers together."""
     arrival_s: Seconds = 30.0
@@ -134,7 +135,9 @@ class GatewayConfig(Node):
     """Most requests at once, those that wait at the router included: what the gateway's memory bears. More than
     router.queue_max, so that it is the router that decides who is refused."""
     message_bytes_max: Positive = 4 * 1024 * 1024
-    """Largest gRPC message. All streams wait while one is read: 1 ms for so much text, 0.4 s for as many tiny parts."""
+    """Largest gRPC message. All streams wait while one is read: 20 ms for so many token ids."""
+    message_fields_max: Positive = 32 * 1024
+    """Most fields of a gRPC message above 64 KiB, those of the messages in it included; a list of numbers is one."""
     prompt_tokens_max: Positive | None = None
     """Longest prompt; None: the context window alone limits it."""
     tls: TlsConfig = TlsConfig()

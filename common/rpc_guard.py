@@ -6,17 +6,20 @@ what a client did.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from common.errors import BatonError, DeadlineError, InvalidRequestError
+from common.fair_thread import FairThread
 from common.rich_status import path_in
 from common.status import abort_rpc
+from common.wire_fields import has_more_fields
 
 Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
 """Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
@@ -38,17 +41,18 @@ class _Large:
 class _Reading:
     """Reads one server's messages: large ones on a thread, one at a time, so that other calls go on between them."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="messages")
+    def __init__(self, thread: FairThread, fields_max: int | None) -> None:
+        self._thread = thread
+        self._fields_max = fields_max
 
     async def message(self, given: Any, read: Read | None) -> Any:
         """Return a message.
 
         Raises:
-            InvalidRequestError: it is none.
+            InvalidRequestError: it is none, or takes too long to read.
         """
         if isinstance(given, _Large) and read is not None:
-            given = await asyncio.get_running_loop().run_in_executor(self._thread, _tolerant(read), given.data)
+            given = await self._thread.run(partial(self._read, given.data, read), holds_loop_up=True)
         if isinstance(given, _Malformed):
             raise InvalidRequestError(f"the request is no valid message (text must be UTF-8): {given.reason}")
         return given
@@ -57,6 +61,12 @@ class _Reading:
         """Return a stream's messages; see `message`."""
         async for one in given:
             yield await self.message(one, read)
+
+    def _read(self, data: bytes, read: Read) -> Any:
+        most = self._fields_max
+        if most is not None and has_more_fields(data, _kind(read), most):
+            raise InvalidRequestError(f"the message has more than {most} fields, those of its parts included")
+        return _tolerant(read)(data)
 
 
 class _Malformed:
@@ -69,16 +79,24 @@ class _Malformed:
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Wraps the calls of one server. All values are Any: gRPC's handlers are untyped."""
 
-    def __init__(self, admit: Admit, arrival_s: float | None = None) -> None:
+    def __init__(
+        self,
+        admit: Admit,
+        arrival_s: float | None = None,
+        fields_max: int | None = None,
+        thread: FairThread | None = None,
+    ) -> None:
         """Stand before calls.
 
         Args:
             admit: who may call.
             arrival_s: how long the message of a call that has one may take to arrive; None: for ever.
+            fields_max: how many fields a large message may have; None: any number.
+            thread: where large messages are read; one of its own unless given.
         """
         self._admit = admit
         self._arrival_s = arrival_s
-        self._reading = _Reading()
+        self._reading = _Reading(thread or FairThread("messages"), fields_max)
         self._guarded: dict[str, Any] = {}
         """By method; of those that there are."""
         self._calls = set[asyncio.Task[Any]]()
@@ -182,6 +200,14 @@ def _small(read: Read) -> Read:
     """Return what reads a message at once unless it is large."""
     read_or_mark = _tolerant(read)
     return lambda data: read_or_mark(data) if len(data) <= INLINE_BYTES_MAX else _Large(data)
+
+
+def _kind(read: Read) -> Descriptor | None:
+    """Return what a deserializer makes; None for one that is no generated message's."""
+    owner = getattr(read, "__self__", None)
+    if not (isinstance(owner, type) and issubclass(owner, Message)):
+        return None
+    return owner.DESCRIPTOR  # type: ignore[return-value]  # the stubs know two kinds of descriptors, which are one
 
 
 def _tolerant(read: Read) -> Read:

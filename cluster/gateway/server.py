@@ -23,11 +23,13 @@ from cluster.gateway.metrics import Metrics
 from cluster.gateway.parsing.formats import Formats
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
+from cluster.tenants.callers import current_tenant
 from cluster.tenants.door import Door, stopping
 from cluster.tenants.key_store import Keys, KeyStore, NoKeys
 from cluster.tenants.quotas import Uses
 from common.clock import MonotonicClock
 from common.config_doors import GatewayConfig
+from common.fair_thread import FairThread
 from common.logs import log
 from common.model_facts import ModelFacts
 from common.rpc import Health, bind, bind_with, make_server
@@ -66,7 +68,8 @@ class GatewayServer:
         self._router = RouterClient(router_address, self.gateway_id, config.router_wait_s, self._router_changed)
         self._workers = DecodeClients(self.gateway_id, StreamLimits(config.unread_tokens_max, config.token_wait_s))
         formats = Formats(text, config.tool_format, config.reasoning)
-        self._tokenizing = Tokenizing(text, formats)
+        self._thread = FairThread("long work", current_tenant)
+        self._tokenizing = Tokenizing(text, formats, self._thread)
         generator = Generator(
             model_id,
             facts,
@@ -81,11 +84,11 @@ class GatewayServer:
             self._clock,
             self._metrics,
         )
-        parts = Parts(generator, self._tokenizing, text, self._router, self._metrics, door)
+        parts = Parts(generator, self._tokenizing, self._thread, text, self._router, self._metrics, door)
         self._http = HttpFace(config.http, parts)
         self._inference = InferenceService(generator, self._tokenizing, text, config.http.choices_max)
         self._kserve = KserveService(generator, self._router, door)
-        self._guard = Guard(door.admit_rpc, config.http.arrival_s)
+        self._guard = Guard(door.admit_rpc, config.http.arrival_s, config.message_fields_max, self._thread)
         self._server = make_server(
             self._guard, config.message_bytes_max, config.metadata_bytes_max, config.calls_max, config.idle_s
         )
@@ -141,7 +144,7 @@ class GatewayServer:
         if self._router_session is not None:
             self._router_session.cancel()
             await asyncio.gather(self._router_session, return_exceptions=True)
-        self._tokenizing.close()
+        self._thread.close()
 
     async def _open(self) -> None:
         config = self._config

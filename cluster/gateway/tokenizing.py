@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cluster.gateway.chat import ChatPrompt
-from cluster.gateway.fair_thread import FairThread
 from cluster.gateway.parsing.formats import Formats
 from cluster.gateway.rendering import Rendering
 from cluster.gateway.request import Prompt, TextPrompt, TokenPrompt
 from common.chain_hash import chain_hashes
+from common.fair_thread import FairThread
 from common.text import Text
 
 _INLINE_CHARACTERS_MAX = 4000
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class Tokenizing:
-    """One thread named `tokenizer`, at which tenants take turns."""
+    """Works on the gateway's one thread for long work, at which tenants take turns."""
 
-    def __init__(self, text: Text, formats: Formats) -> None:
+    def __init__(self, text: Text, formats: Formats, thread: FairThread) -> None:
         self._text = text
         self._rendering = Rendering(text, formats)
-        self._thread = FairThread("tokenizer")
+        self._thread = thread
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """Return a prompt's ids.
@@ -46,10 +46,6 @@ class Tokenizing:
         if len(token_ids) <= _INLINE_TOKENS_MAX:
             return chain_hashes(token_ids, block_tokens, salt)
         return await self._thread.run(lambda: chain_hashes(token_ids, block_tokens, salt))
-
-    def close(self) -> None:
-        """Give the thread back; idempotent."""
-        self._thread.close()
 
     async def on_thread(self, work: Callable[[], T]) -> T:
         """Run `work` on the thread, when it is the caller's turn."""

@@ -35,6 +35,12 @@ CALLER: ContextVar[Caller] = ContextVar("CALLER")
 """Set at the door of both faces; what runs for the call inherits it. Without it nothing is served."""
 
 
+def current_tenant() -> str:
+    """Return whose call this runs for; empty for nobody's, and where nobody is asked for a key."""
+    caller = CALLER.get(None)
+    return "" if caller is None else caller.tenant
+
+
 def caller_of(entry: KeyEntry, rules: TenantRules) -> Caller:
     """Return who shows a key."""
     return Caller(entry.tenant, entry.id, entry.role == "admin", rules, _salt(entry, rules))

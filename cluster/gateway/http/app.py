@@ -13,6 +13,7 @@ from baton_pb.v1 import inference_pb2
 from cluster.gateway.choices import Streams, check_count, choices_of
 from cluster.gateway.generate import Generator
 from cluster.gateway.http.answer import Answer
+from cluster.gateway.http.body_values import LIST_WEIGHT, num_values
 from cluster.gateway.http.chat import ChatForm, ChatRequest
 from cluster.gateway.http.completions import CompletionForm, CompletionRequest
 from cluster.gateway.http.cors import preflight_headers
@@ -29,6 +30,7 @@ from cluster.gateway.tokenizing import Tokenizing
 from cluster.tenants.door import Door, stopping
 from common.config_doors import HttpConfig
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
+from common.fair_thread import FairThread
 from common.logs import log
 from common.rpc_guard import INLINE_BYTES_MAX
 from common.text import Text
@@ -48,6 +50,8 @@ class Parts:
 
     generator: Generator
     tokenizing: Tokenizing
+    thread: FairThread
+    """Where large bodies are read."""
     text: Text
     router: RouterClient
     metrics: Metrics
@@ -169,13 +173,11 @@ class HttpFace:
         data = await exchange.body()
         if len(data) <= INLINE_BYTES_MAX:
             return body.model_validate_json(data)
-        num_brackets = data.count(b"[") + data.count(b"{")
-        if num_brackets > self._config.body_brackets_max:
+        if (num := num_values(data)) > (most := self._config.body_values_max):
             raise InvalidRequestError(
-                f"the body has {num_brackets} brackets that open a list or an object (or stand in a text), more than "
-                f"{self._config.body_brackets_max}"
+                f"the body has {num} values, a list or an object counted as {LIST_WEIGHT}, more than {most}"
             )
-        return await self._parts.tokenizing.on_thread(lambda: body.model_validate_json(data))
+        return await self._parts.thread.run(lambda: body.model_validate_json(data), holds_loop_up=True)
 
     async def _chat(self, exchange: Exchange) -> None:
         asked = await self._read(exchange, ChatRequest)

@@ -396,8 +396,9 @@ def test_an_unforeseen_error_says_its_class_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        pytest.param(b'{"prompt": "x", "user": [%s1]}' % (b"[]," * 200_000), "200002 brackets", id="many lists"),
-        pytest.param(b'{"prompt": "x", "user": [%s1]}' % (b"{}," * 200_000), "200002 brackets", id="many objects"),
+        pytest.param(b'{"prompt": "x", "user": [%s1]}' % (b"[]," * 200_000), "1800017 values", id="many lists"),
+        pytest.param(b'{"prompt": "x", "user": [%s1]}' % (b"{}," * 200_000), "1800017 values", id="many objects"),
+        pytest.param(b'{"prompt": [%s1]}' % (b"1," * 300_000), "300016 values", id="many ids"),
         pytest.param(
             b'{"prompt": "x", %s}' % b", ".join(b'"x%d": 1' % i for i in range(3000)),
             "3000 faults",

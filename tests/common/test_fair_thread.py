@@ -1,42 +1,40 @@
-"""Work of one tenant waits for one piece of another tenant's, however much that one has brought."""
+"""Work of one caller waits for one piece of another one's, however much that one has brought."""
 
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 
 import pytest
 
-from cluster.gateway.fair_thread import FairThread
-from cluster.tenants.callers import CALLER, Caller
-from cluster.tenants.key_file import TenantRules
+from common.fair_thread import FairThread
 from tests.cluster.fake_cluster import LIMIT_S, run
 
-RULES = TenantRules(cache="shared")
+WHOSE = ContextVar("WHOSE", default="")
 
 
-def asked_by(tenant: str, work: Callable[[], Awaitable[object]]) -> "asyncio.Task[object]":
-    """Begin work in a task of a tenant's."""
+def asked_by(whose: str, work: Callable[[], Awaitable[object]]) -> "asyncio.Task[object]":
+    """Begin work in a task of somebody's."""
 
     async def asked() -> object:
         return await work()
 
     context = copy_context()
-    context.run(CALLER.set, Caller(tenant, "", False, RULES))
+    context.run(WHOSE.set, whose)
     return asyncio.get_running_loop().create_task(asked(), context=context)
 
 
 @contextmanager
 def fair_thread() -> Iterator[FairThread]:
-    thread = FairThread("test")
+    thread = FairThread("test", WHOSE.get)
     try:
         yield thread
     finally:
         thread.close()
 
 
-def test_tenants_take_turns() -> None:
+def test_callers_take_turns() -> None:
     done = list[str]()
     gate = threading.Event()
 
@@ -77,5 +75,23 @@ def test_an_error_is_told_and_what_was_given_up_does_not_run() -> None:
                 await failing
             await asyncio.gather(first, last)
             assert done == ["last"]
+
+    run(scenario())
+
+
+def test_between_pieces_that_hold_the_loop_up_it_goes_on_for_as_long_as_they_took() -> None:
+    done = list[str]()
+    never = threading.Event()
+
+    async def scenario() -> None:
+        def others() -> None:
+            asyncio.get_running_loop().call_later(0.02, done.append, "others")
+
+        with fair_thread() as thread:
+            first = asyncio.create_task(thread.run(lambda: never.wait(0.1), holds_loop_up=True))
+            first.add_done_callback(lambda _: others())
+            await asyncio.gather(first, thread.run(lambda: done.append("next"), holds_loop_up=True))
+
+            assert done == ["others", "next"]
 
     run(scenario())
