@@ -111,7 +111,8 @@ class HttpConfig(Node):
     idle_s: Seconds = 75.0
     """How long a connection may stay open between two requests."""
     connections_max: Positive = 16_384
-    """Most connections; beyond it a request is answered with 503."""
+    """Most connections. A new one beyond it takes the place of the oldest that has asked for nothing, or has nothing
+    under way; where all have, its request is answered with 503."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://host:port`) whose pages browsers may let use the API; `*`: all, so any page that somebody here
     opens may use it. None: no page from elsewhere."""

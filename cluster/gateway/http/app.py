@@ -19,7 +19,7 @@ from cluster.gateway.http.completions import CompletionForm, CompletionRequest
 from cluster.gateway.http.cors import preflight_headers
 from cluster.gateway.http.exchange import Exchange, wanted_timeout_s
 from cluster.gateway.http.fields import SamplingFields
-from cluster.gateway.http.hosting import HttpHost, Message, Receive, Send
+from cluster.gateway.http.hosting import IS_ONE_TOO_MANY, HttpHost, Message, Receive, Send
 from cluster.gateway.http.openapi import DOCS_PAGE, document
 from cluster.gateway.http.refusals import HttpError, head_too_large, refusal_of
 from cluster.gateway.http.services import DetokenizeRequest, TextService, TokenizeRequest
@@ -108,7 +108,7 @@ class HttpFace:
         limit_s = self._parts.generator.request_s
         exchange = Exchange(scope, receive, send, self._config, limit_s, lambda: hosting.abort(scope["client"]))
         try:
-            await self._answer(exchange, hosting)
+            await self._answer(exchange, hosting, is_one_too_many=scope["state"][IS_ONE_TOO_MANY])
         except CancelledRequestError:
             pass  # nobody is there to be told; it is logged nowhere: it is normal
         finally:
@@ -116,10 +116,10 @@ class HttpFace:
             path = exchange.path if exchange.path in self._endpoints else "other"
             self._parts.metrics.http_responses[path, exchange.status or 499] += 1
 
-    async def _answer(self, exchange: Exchange, hosting: HttpHost) -> None:
+    async def _answer(self, exchange: Exchange, hosting: HttpHost, *, is_one_too_many: bool) -> None:
         try:
-            if hosting.num_connections > self._config.connections_max:
-                raise WorkerLostError(f"{hosting.num_connections - 1} connections are open, the most that may be")
+            if is_one_too_many:
+                raise WorkerLostError("all connections that may be open are busy")
             if exchange.head_bytes > self._config.head_bytes_max:
                 raise head_too_large(self._config.head_bytes_max)
             if "transfer-encoding" in exchange.headers and "content-length" in exchange.headers:

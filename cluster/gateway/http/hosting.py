@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
+import logging
+import resource
 import socket
 import struct
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -16,7 +19,11 @@ from uvicorn.server import ServerState
 from cluster.gateway.http.refusals import HttpError, head_too_large, refusal_of
 from common.config_doors import HttpConfig
 from common.errors import ConfigError
+from common.logs import log
 from common.tls import CurrentContext, TlsFiles
+
+IS_ONE_TOO_MANY = "is_one_too_many"
+"""In the state of a request's scope: there is no place for its connection, so that it is to be refused."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -24,11 +31,14 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 """An ASGI application."""
 
+_LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 256 * 1024
 """Of the kernel, for each connection: left alone it grows to megabytes for a client that does not read."""
 _FLUSH_S = 1.0
 """How long the last bytes of answers may take at an orderly stop."""
+_OTHER_FILES = 1024
+"""Descriptors that the process needs besides: gRPC's connections, the workers', files."""
 
 
 class HttpHost:
@@ -55,6 +65,7 @@ class HttpHost:
         )
         self._config.load()
         self._state = ServerState()
+        self._places = _Places(connections_that_fit(config.connections_max))
         self._gone = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -123,16 +134,43 @@ class HttpHost:
                 await self._gone.wait()
 
     def _connection(self) -> "_Connection":
-        return _Connection(self._config, self._state, self._settings, self._gone)
+        return _Connection(self._config, self._state, self._settings, self._places, self._gone)
+
+
+class _Places:
+    """Which connections may be given up for a new one: who opens many and asks nothing keeps nobody out."""
+
+    def __init__(self, connections_max: int) -> None:
+        self.connections_max = connections_max
+        self.silent: dict[_Connection, None] = {}
+        """Have not asked for anything yet, oldest first."""
+        self.idle: dict[_Connection, None] = {}
+        """Between two requests, oldest first."""
+
+    def give_up_one(self, newcomer: "_Connection") -> bool:
+        """Cut the oldest connection that has nothing under way, silent ones first; False: there is none."""
+        for connection in itertools.chain(self.silent, self.idle):
+            if connection is not newcomer:
+                connection.give_up()
+                return True
+        return False
+
+    def forget(self, connection: "_Connection") -> None:
+        """It has something under way, or is gone."""
+        self.silent.pop(connection, None)
+        self.idle.pop(connection, None)
 
 
 class _Connection(H11Protocol):
     """A connection that gives a client only so long to send a request's head, or a body that nobody waits for."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, limits: HttpConfig, gone: asyncio.Event) -> None:
-        super().__init__(config, state, {})
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, limits: HttpConfig, places: _Places, gone: asyncio.Event
+    ) -> None:
+        super().__init__(config, state, {IS_ONE_TOO_MANY: False})
         self._arrival_s = limits.arrival_s
         self._head_bytes_max = limits.head_bytes_max
+        self._places = places
         self._gone = gone
         self._late: asyncio.TimerHandle | None = None
 
@@ -140,10 +178,14 @@ class _Connection(H11Protocol):
         """Begin; the clock for the first request runs."""
         super().connection_made(transport)
         self._late = self.loop.call_later(self._arrival_s, transport.abort)
+        self._places.silent[self] = None
+        if len(self.connections) > self._places.connections_max:
+            self.app_state[IS_ONE_TOO_MANY] = not self._places.give_up_one(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._expect_nothing()
+        self._places.forget(self)
         super().connection_lost(exc)
         self._gone.set()
 
@@ -153,15 +195,29 @@ class _Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             if self.conn.trailing_data[0]:
                 self._expect_more()
-        elif not self._is_owed_a_body:
+            return
+        if not self._is_owed_a_body:
+            self._places.forget(self)
             self._expect_nothing()
 
     def on_response_complete(self) -> None:
         """Go on. What is left of a body whose request was refused may come, but not for ever."""
         super().on_response_complete()
+        if self.app_state[IS_ONE_TOO_MANY]:
+            self.transport.close()
+        if self.cycle.response_complete:  # no other request had come already
+            self._places.idle[self] = None
         # uvicorn's own timer ends with the next byte.
         if self._is_owed_a_body:
             self._expect_more()
+
+    def give_up(self) -> None:
+        """Close it: nothing is under way, and a new client wants its place."""
+        self._places.forget(self)
+        self.connections.discard(self)  # it counts no longer, whenever it is gone
+        if self.transport.get_write_buffer_size():
+            self.reset()
+        self.transport.close()
 
     @property
     def _is_owed_a_body(self) -> bool:
@@ -194,6 +250,21 @@ class _Connection(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+
+def connections_that_fit(connections_max: int) -> int:
+    """How many of them this process may open; its limit of open files is raised as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + _OTHER_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections_max
+    fitting = max(soft - _OTHER_FILES, soft // 2)
+    log(_LOG, logging.WARNING, "open files limit connections", open_files=soft, connections_max=fitting)
+    return fitting
 
 
 def _listen(host: str, port: int) -> socket.socket:

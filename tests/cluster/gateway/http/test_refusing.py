@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pydantic
 import pytest
 
 from cluster.fake_worker import FakeModel
+from cluster.gateway.http import hosting
 from cluster.gateway.http.chat import ChatRequest
 from cluster.gateway.http.refusals import refusal_of
 from common import errors
@@ -299,17 +301,70 @@ def test_what_is_no_http_and_a_head_that_is_too_long_are_told_so(model_dir: Path
     run(scenario())
 
 
-def test_more_connections_than_may_be_are_told_to_come_back(model_dir: Path) -> None:
+def test_when_all_connections_are_busy_a_new_one_is_told_to_come_back(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir, http={"connections_max": 1}) as cluster, wire(cluster) as first:
-            first.send("/health", method="GET")
+            cluster.worker("d0").may_step.clear()
+            first.send("/v1/completions", COMPLETION)
+            await asyncio.wait_for(cluster.worker("d0").sequence_started.wait(), 10)
+
+            async with wire(cluster) as second:
+                second.send("/health", method="GET")
+                answer = await second.response()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert await second.is_closed()
+
+            cluster.worker("d0").may_step.set()
             assert (await first.response()).status == 200
 
-            second = await get(cluster, "/health")
+    run(scenario())
 
-            assert (second.status, second.headers["retry-after"]) == (503, "1")
+
+def test_connections_that_ask_for_nothing_keep_nobody_out(model_dir: Path) -> None:
+    """A stranger's many open sockets: the oldest makes room, and who has asked before keeps its own."""
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, http={"connections_max": 3}) as cluster, wire(cluster) as known:
+            known.send("/health", method="GET")
+            assert (await known.response()).status == 200
+            async with wire(cluster) as oldest, wire(cluster) as second, wire(cluster) as third:
+                assert await oldest.is_closed()
+                known.send("/health", method="GET")
+                assert (await known.response()).status == 200
+
+                assert (await get(cluster, "/health")).status == 200
+                assert await second.is_closed()
+                assert not third.reader.at_eof()
 
     run(scenario())
+
+
+def test_a_connection_between_requests_makes_room_for_a_new_one(model_dir: Path) -> None:
+    async def scenario() -> None:
+        limits = {"connections_max": 2}
+        async with fake_cluster(model_dir, http=limits) as cluster, wire(cluster) as older, wire(cluster) as newer:
+            for connection in (older, newer, older):  # `newer` has been idle for longer then
+                connection.send("/health", method="GET")
+                assert (await connection.response()).status == 200
+
+            assert (await get(cluster, "/health")).status == 200
+
+            assert await newer.is_closed()
+            older.send("/health", method="GET")
+            assert (await older.response()).status == 200
+
+    run(scenario())
+
+
+def test_the_limit_of_open_files_is_raised_and_bounds_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.update(now=new))
+
+    assert hosting.connections_that_fit(1000) == 1000
+    assert limits["now"] == (2024, 4096)
+    assert hosting.connections_that_fit(16_384) == 3072
+    assert limits["now"] == (4096, 4096)
 
 
 def test_more_requests_than_may_run_are_told_to_come_back(model_dir: Path) -> None:
