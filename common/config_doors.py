@@ -107,12 +107,13 @@ class HttpConfig(Node):
     keepalive_s: Seconds = 10.0
     """A stream that has had nothing to send for so long gets a comment, so that proxies do not cut it."""
     unread_s: Seconds = 30.0
-    """A client that takes no bytes for so long is cut off and its request ended."""
+    """A client that takes no bytes for so long is cut off and its request ended. Over gRPC: that takes no message."""
     idle_s: Seconds = 75.0
     """How long a connection may stay open between two requests."""
     connections_max: Positive = 16_384
     """Most connections. A new one beyond it takes the place of the oldest that has asked for nothing, or has nothing
-    under way; where all have, its request is answered with 503."""
+    under way; where all have, its request is answered with 503. When three quarters have a request under way, each
+    tenant (where none is known, each address) may have its equal share of them and no more."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://host:port`) whose pages browsers may let use the API; `*`: all, so any page that somebody here
     opens may use it. None: no page from elsewhere."""
@@ -156,7 +157,10 @@ class GatewayConfig(Node):
     metadata_bytes_max: Positive = 16 * 1024
     """Largest headers of a gRPC call, all together."""
     calls_max: Positive = 16_384
-    """Most gRPC calls at once, of all kinds; beyond it a call is refused with RESOURCE_EXHAUSTED."""
+    """Most gRPC calls at once, of all kinds; beyond it a call is refused with RESOURCE_EXHAUSTED. When three quarters
+    are open, each tenant (where none is known, each address) may have its equal share and no more."""
+    grpc_connections_max: Positive = 16_384
+    """Most gRPC connections; a further one is closed at once."""
     idle_s: Seconds = 300.0
     """How long a gRPC connection may stay open without a call; clients open the next one by themselves."""
     request_s: Seconds = 3600.0

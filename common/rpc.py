@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -30,12 +30,34 @@ METADATA_BYTES_MAX = 16 * 1024
 """Largest headers of a call between our own processes."""
 
 
+class ClientLimits(NamedTuple):
+    """Limits for connections of clients that are no processes of ours."""
+
+    connections_max: int
+    """Beyond it a further one is closed."""
+    arrival_s: float
+    """How long a connection may take until both sides can use it."""
+    idle_s: float
+    """How long one may stay open without a call."""
+
+    def options(self) -> Options:
+        """Return the server's options."""
+        return [
+            ("grpc.max_allowed_incoming_connections", self.connections_max),
+            ("grpc.server_handshake_timeout_ms", _milliseconds(self.arrival_s)),
+            ("grpc.max_connection_idle_ms", _milliseconds(self.idle_s)),
+        ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(1000 * seconds))
+
+
 def make_server(
     guard: Guard | None = None,
     message_bytes_max: int = MESSAGE_BYTES_MAX,
     metadata_bytes_max: int = METADATA_BYTES_MAX,
-    calls_max: int | None = None,
-    idle_s: float | None = None,
+    clients: "ClientLimits | None" = None,
 ) -> grpc.aio.Server:
     """Return a server whose calls are guarded, see rpc_guard.py.
 
@@ -43,15 +65,12 @@ def make_server(
         guard: stands before each call; one that admits peers unless given.
         message_bytes_max: a larger message ends its call with RESOURCE_EXHAUSTED.
         metadata_bytes_max: as much for the headers of a call.
-        calls_max: calls at once beyond which the next one ends with RESOURCE_EXHAUSTED; None: no limit.
-        idle_s: how long a connection may stay open without a call; None: for ever.
+        clients: limits for connections of strangers; None: none.
     """
     options = [*server_options(message_bytes_max), *_metadata_options(metadata_bytes_max)]
-    if idle_s is not None:
-        options.append(("grpc.max_connection_idle_ms", max(1, round(1000 * idle_s))))
-    server = grpc.aio.server(
-        interceptors=[guard or Guard(peers.admit_peer)], options=options, maximum_concurrent_rpcs=calls_max
-    )
+    if clients is not None:
+        options += clients.options()
+    server = grpc.aio.server(interceptors=[guard or Guard(peers.admit_peer)], options=options)
     # A server waits for each registered method by a task of its own, and looks at all of them for each call that comes.
     # Services are found by their names as well.
     server.add_registered_method_handlers = lambda *_: None  # type: ignore[attr-defined]  # the stubs lack it

@@ -15,8 +15,9 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from common.errors import BatonError, DeadlineError, InvalidRequestError
+from common.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from common.fair_thread import FairThread
+from common.patience import Patience
 from common.rich_status import path_in
 from common.status import abort_rpc
 from common.wire_fields import has_more_fields
@@ -29,6 +30,9 @@ INLINE_BYTES_MAX = 64 * 1024
 """Of a message, or of an HTTP body: takes 10 ms at most to read. Larger ones are read on a thread."""
 
 Read = Callable[[bytes], Any]
+Enter = Callable[[str], Callable[[], None]]
+"""Called with a call's peer as gRPC names it, in the call's own task; returns what is to be called when the call has
+ended, whatever its client has read of it. Raises a BatonError to refuse it."""
 
 
 class _Large:
@@ -76,6 +80,39 @@ class _Malformed:
         self.reason = reason
 
 
+class _Writer:
+    """A call's context for its handler, which is cancelled when the client takes no message for too long."""
+
+    def __init__(self, context: Any, unread_s: float, task: asyncio.Task[Any]) -> None:
+        self.is_late = False
+        self.is_stuck = False
+        """The first message has not left. gRPC sends the call's headers with it and would send them again with a
+        status, which fails: nothing can be told to this client."""
+        self._has_written = False
+        self._context = context
+        self._task = task
+        self._patience = Patience(unread_s, self._late)
+
+    async def write(self, message: Any) -> None:
+        """Send a message; returns when there is room for the next one."""
+        self._patience.begin()
+        self.is_stuck = not self._has_written
+        await self._context.write(message)
+        self._has_written, self.is_stuck = True, False
+        self._patience.end()
+
+    def close(self) -> None:
+        """End the watch."""
+        self._patience.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def _late(self) -> None:
+        self.is_late = True
+        self._task.cancel()
+
+
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Wraps the calls of one server. All values are Any: gRPC's handlers are untyped."""
 
@@ -85,6 +122,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         arrival_s: float | None = None,
         fields_max: int | None = None,
         thread: FairThread | None = None,
+        unread_s: float | None = None,
+        enter: Enter | None = None,
     ) -> None:
         """Stand before calls.
 
@@ -93,10 +132,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             arrival_s: how long the message of a call that has one may take to arrive; None: for ever.
             fields_max: how many fields a large message may have; None: any number.
             thread: where large messages are read; one of its own unless given.
+            unread_s: how long a client may leave an answer untaken; None: for ever.
+            enter: counts calls; None: nobody does.
         """
         self._admit = admit
         self._arrival_s = arrival_s
         self._reading = _Reading(thread or FairThread("messages"), fields_max)
+        self._unread_s = unread_s
+        self._enter = enter
         self._guarded: dict[str, Any] = {}
         """By method; of those that there are."""
         self._calls = set[asyncio.Task[Any]]()
@@ -159,11 +202,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
 
         async def guarded(requests: Any, context: Any) -> Any:
-            request = None
+            request = writer = None
             task = asyncio.current_task()
             assert task is not None, "gRPC serves each call in a task of its own"
             self._calls.add(task)
             try:
+                if self._enter is not None:
+                    left = self._enter(context.peer())
+                    context.add_done_callback(lambda _: left())
+                if self._unread_s is not None and handler.response_streaming:
+                    context = writer = _Writer(context, self._unread_s, task)
                 if handler.request_streaming:
                     request = self._reading.messages(requests, read)
                 else:
@@ -175,16 +223,31 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                     async for response in result:
                         await context.write(response)
             except asyncio.CancelledError:
-                if self._end is None:
-                    raise  # by its client
+                if writer is not None and writer.is_late:
+                    task.uncancel()
+                    await _abort(context, OverloadedError(f"no message was taken for {self._unread_s:g} s"))
+                if self._end is None or (writer is not None and writer.is_stuck):
+                    raise  # by its client; or nothing can be told to it
                 await abort_rpc(context, self._end)
             except BatonError as error:
-                await abort_rpc(context, error, path_in(request) if isinstance(request, Message) else str)
+                await _abort(context, error, path_in(request) if isinstance(request, Message) else str)
             finally:
                 self._calls.discard(task)
+                if writer is not None:
+                    writer.close()
             return None
 
         return make(guarded, None if read is None else _small(read), handler.response_serializer)
+
+
+async def _abort(context: Any, error: BatonError, path: Callable[[str], str] = str) -> None:
+    """End a call with an error.
+
+    Its client may never read it: the call stays open until what was sent before is taken, or the client leaves.
+    """
+    if isinstance(context, _Writer) and context.is_stuck:
+        await asyncio.get_running_loop().create_future()  # until the client leaves, or the server stops
+    await abort_rpc(context, error, path)
 
 
 def _refusing(error: BatonError) -> Any:

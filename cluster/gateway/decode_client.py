@@ -10,10 +10,10 @@ import grpc.aio
 
 from baton_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.gateway.outbox import Outbox
-from cluster.gateway.patience import Patience
 from cluster.gateway.turns import Turns
 from common.errors import BatonError, DeadlineError, OverloadedError, WorkerLostError
 from common.logs import log
+from common.patience import Patience
 from common.rpc import open_channel
 from common.status import error_from_pb, error_from_rpc
 

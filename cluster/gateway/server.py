@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -23,16 +25,17 @@ from cluster.gateway.metrics import Metrics
 from cluster.gateway.parsing.formats import Formats
 from cluster.gateway.router_client import RouterClient
 from cluster.gateway.tokenizing import Tokenizing
-from cluster.tenants.callers import current_tenant
+from cluster.tenants.callers import current_tenant, holder_at
 from cluster.tenants.door import Door, stopping
 from cluster.tenants.key_store import Keys, KeyStore, NoKeys
 from cluster.tenants.quotas import Uses
+from cluster.tenants.shares import Shares
 from common.clock import MonotonicClock
 from common.config_doors import GatewayConfig
 from common.fair_thread import FairThread
 from common.logs import log
 from common.model_facts import ModelFacts
-from common.rpc import Health, bind, bind_with, make_server
+from common.rpc import ClientLimits, Health, bind, bind_with, make_server
 from common.rpc_guard import Guard
 from common.text import Text
 from common.tls import TlsFiles
@@ -88,9 +91,20 @@ class GatewayServer:
         self._http = HttpFace(config.http, parts)
         self._inference = InferenceService(generator, self._tokenizing, text, config.http.choices_max)
         self._kserve = KserveService(generator, self._router, door)
-        self._guard = Guard(door.admit_rpc, config.http.arrival_s, config.message_fields_max, self._thread)
+        self._calls = Shares("calls", config.calls_max)
+        self._guard = Guard(
+            door.admit_rpc,
+            config.http.arrival_s,
+            config.message_fields_max,
+            self._thread,
+            config.http.unread_s,
+            self._enter,
+        )
         self._server = make_server(
-            self._guard, config.message_bytes_max, config.metadata_bytes_max, config.calls_max, config.idle_s
+            self._guard,
+            config.message_bytes_max,
+            config.metadata_bytes_max,
+            ClientLimits(config.grpc_connections_max, config.http.arrival_s, config.idle_s),
         )
         self._health = Health(self._server)
         self._router_session: asyncio.Task[None] | None = None
@@ -174,6 +188,12 @@ class GatewayServer:
         self.http_address = self._http.address
         addresses = {"address": self.grpc_address, "http": self.http_address}
         log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, **addresses)
+
+    def _enter(self, peer: str) -> Callable[[], None]:
+        """Count a gRPC call until it is over for the core too: what its client leaves unread keeps it open."""
+        holder = holder_at(peer.partition(":")[2].rpartition(":")[0])
+        self._calls.take(holder)
+        return partial(self._calls.give_back, holder)
 
     async def _router_changed(self, is_connected: bool) -> None:
         """Without a router the gateway lives, but it cannot serve requests."""

@@ -41,6 +41,12 @@ def current_tenant() -> str:
     return "" if caller is None else caller.tenant
 
 
+def holder_at(address: str) -> str:
+    """Return who holds what a call takes: its tenant, or whoever calls from its address where no tenant is known."""
+    tenant = current_tenant()
+    return f"tenant {tenant}" if tenant else f"address {address}"
+
+
 def caller_of(entry: KeyEntry, rules: TenantRules) -> Caller:
     """Return who shows a key."""
     return Caller(entry.tenant, entry.id, entry.role == "admin", rules, _salt(entry, rules))

@@ -33,11 +33,12 @@ class Door:
     def __init__(self, keys: Keys, uses: Uses) -> None:
         self._keys = keys
         self._uses = uses
-        self._is_shut = False
+        self.is_shut = False
+        """Nobody is let in any more."""
 
     def shut(self) -> None:
         """Let nobody in any more but administrators, who may watch the end."""
-        self._is_shut = True
+        self.is_shut = True
 
     def check_open(self) -> None:
         """Accept a request, unless the gateway stops.
@@ -45,7 +46,7 @@ class Door:
         Raises:
             WorkerLostError: it does.
         """
-        if self._is_shut:
+        if self.is_shut:
             raise stopping()
 
     async def admit_rpc(self, method: str, metadata: Mapping[str, str]) -> None:

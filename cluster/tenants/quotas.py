@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from baton_pb.v1 import common_pb2
 from cluster.tenants.callers import Caller
 from cluster.tenants.key_file import TenantRules
+from cluster.tenants.shares import share
 from common.clock import Clock
 from common.errors import InvalidRequestError, OverloadedError, WorkerLostError
 from common.wording import counted
 
 _RETRY_AFTER_S = 1.0
-_NEARLY_FULL = 0.75
-"""Share of a gateway's requests beyond which tenants are held to their shares."""
 
 
 class QuotaError(OverloadedError):
@@ -205,8 +204,6 @@ class Uses:
     def check_share(self, caller: Caller, num_running: int, running_max: int) -> None:
         """Keep room for others: when a gateway is nearly full, a tenant may have its share of it and no more.
 
-        There is one share more than tenants with requests, for whoever comes next.
-
         Args:
             caller: who wants to start a request; anonymous ones cannot be told apart and have no shares.
             num_running: requests of all tenants.
@@ -215,13 +212,13 @@ class Uses:
         Raises:
             QuotaError: the tenant has its share.
         """
-        if not caller.tenant or num_running <= _NEARLY_FULL * running_max:
+        if not caller.tenant:
             return
         use = self.of(caller)
         num_active = sum(1 for other in self._tenants.values() if other.running and other is not use) + 1
-        share = max(1, running_max // (num_active + 1))
-        if use.running > share:  # this request is counted already
-            raise use.refused("share", f"{share} of {running_max} requests while this gateway is full", _RETRY_AFTER_S)
+        most = share(running_max, num_running, num_active)
+        if most is not None and use.running > most:  # this request is counted already
+            raise use.refused("share", f"{most} of {running_max} requests while this gateway is full", _RETRY_AFTER_S)
 
     def all(self) -> list[TenantUse]:
         """Return every tenant's that has called, by name."""

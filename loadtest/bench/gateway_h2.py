@@ -83,7 +83,8 @@ class H2Call:
 class H2Connection(asyncio.Protocol):
     """One connection to a gRPC server, with any number of calls at once. Owned by one loop; `open` makes it."""
 
-    def __init__(self, authority: str, path: str) -> None:
+    def __init__(self, authority: str, path: str, stream_window: int = _WINDOW_MAX) -> None:
+        self._stream_window = stream_window
         self._headers = _header_block(authority, path)
         self._calls: dict[int, H2Call] = {}
         self._next_id = 1
@@ -102,11 +103,17 @@ class H2Connection(asyncio.Protocol):
         }
 
     @classmethod
-    async def open(cls, address: str, path: str) -> "H2Connection":
-        """Connect to host:port, for calls of `path` ("/package.Service/Method")."""
+    async def open(cls, address: str, path: str, stream_window: int = _WINDOW_MAX) -> "H2Connection":
+        """Connect to host:port, for calls of `path` ("/package.Service/Method").
+
+        Args:
+            address: of the server.
+            path: of the method.
+            stream_window: bytes of each answer that are taken.
+        """
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: cls(address, path), host, int(port))
+        _, connection = await loop.create_connection(lambda: cls(address, path, stream_window), host, int(port))
         return connection
 
     def call(self, message: bytes) -> H2Call:
@@ -134,9 +141,9 @@ class H2Connection(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, with room for whatever comes."""
+        """Begin, with room for whatever comes, or for as much of each answer as is taken."""
         self._transport = transport
-        settings = struct.pack("!HIHI", _NO_PUSH, 0, _STREAM_WINDOW, _WINDOW_MAX)
+        settings = struct.pack("!HIHI", _NO_PUSH, 0, _STREAM_WINDOW, self._stream_window)
         more = struct.pack("!I", _WINDOW_MAX - _INITIAL_WINDOW)
         self._transport.write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW, 0, 0, more))
 

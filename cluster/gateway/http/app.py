@@ -27,7 +27,9 @@ from cluster.gateway.metrics import Metrics
 from cluster.gateway.ready import readiness
 from cluster.gateway.router_client import RouterClient, away
 from cluster.gateway.tokenizing import Tokenizing
+from cluster.tenants.callers import holder_at
 from cluster.tenants.door import Door, stopping
+from cluster.tenants.shares import Shares
 from common.config_doors import HttpConfig
 from common.errors import BatonError, CancelledRequestError, InvalidRequestError, WorkerLostError
 from common.fair_thread import FairThread
@@ -66,6 +68,7 @@ class HttpFace:
         self._parts = parts
         self._services = TextService(parts.generator, parts.tokenizing, parts.text)
         self._hosting: HttpHost | None = None
+        self._requests = Shares("HTTP requests", config.connections_max)
         self._endpoints: dict[str, tuple[str, Endpoint]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completions),
@@ -106,9 +109,18 @@ class HttpFace:
         assert self._hosting is not None, "requests come from it"
         hosting = self._hosting
         limit_s = self._parts.generator.request_s
-        exchange = Exchange(scope, receive, send, self._config, limit_s, lambda: hosting.abort(scope["client"]))
+        is_one_too_many: bool = scope["state"][IS_ONE_TOO_MANY]
+        exchange = Exchange(
+            scope,
+            receive,
+            send,
+            self._config,
+            limit_s,
+            lambda: hosting.abort(scope["client"]),
+            lambda: is_one_too_many or self._parts.door.is_shut,
+        )
         try:
-            await self._answer(exchange, hosting, is_one_too_many=scope["state"][IS_ONE_TOO_MANY])
+            await self._answer(exchange, hosting, is_one_too_many=is_one_too_many)
         except CancelledRequestError:
             pass  # nobody is there to be told; it is logged nowhere: it is normal
         finally:
@@ -130,7 +142,8 @@ class HttpFace:
                 endpoint = self._endpoint(exchange)
                 if endpoint != self._preflight:  # browsers show no key when they ask
                     await self._parts.door.admit_http(exchange.path.rstrip("/") or "/", exchange.headers)
-                await endpoint(exchange)
+                with self._requests.place(holder_at(exchange.address)):
+                    await endpoint(exchange)
         except CancelledRequestError:
             raise
         except asyncio.CancelledError:

@@ -13,10 +13,10 @@ from cluster.gateway.deadline import Deadline
 from cluster.gateway.http.cors import cors_headers
 from cluster.gateway.http.hosting import Message, Receive, Send
 from cluster.gateway.http.refusals import HttpError, Refusal
-from cluster.gateway.patience import Patience
 from cluster.gateway.request import REQUEST_ID_CHARACTERS_MAX
 from common.config_doors import HttpConfig
 from common.errors import CancelledRequestError, InvalidRequestError
+from common.patience import Patience
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
@@ -41,6 +41,7 @@ class Exchange:
         limits: HttpConfig,
         timeout_s: float,
         cut: Callable[[], None],
+        is_last: Callable[[], bool],
     ) -> None:
         """Begin.
 
@@ -51,9 +52,12 @@ class Exchange:
             limits: for sizes and waits.
             timeout_s: most time that the request may have.
             cut: drops the connection at once.
+            is_last: whether the connection takes no further request.
         """
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.address: str = scope["client"][0] if scope["client"] else ""
+        """Of the client's host."""
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.head_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
         """Of the request's path and headers, without what is between them."""
@@ -68,6 +72,7 @@ class Exchange:
         self._asgi_send = send
         self._limits = limits
         self._cut = cut
+        self._is_last = is_last
         self._patience = Patience(limits.unread_s, self._late)
         self._was_cut = False
         self._streams = False
@@ -170,6 +175,8 @@ class Exchange:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         common = {"date": email.utils.formatdate(usegmt=True), "x-request-id": self.request_id}
+        if self._is_last():
+            common["connection"] = "close"
         pairs = [(name.encode(), value.encode()) for name, value in {**common, **self.cors_headers, **headers}.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 

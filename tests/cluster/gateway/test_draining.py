@@ -59,6 +59,7 @@ def test_new_requests_are_told_to_come_back_and_running_ones_go_on(model_dir: Pa
             assert (refused.status, refused.headers["retry-after"]) == (503, "1")
             assert refused.error["type"] == "service_unavailable_error"
             assert refused.error["message"] == "the gateway stops"
+            assert refused.headers["connection"] == "close"
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert _retry_delay_s(caught.value) == 1.0
             assert event(last)["choices"][0]["finish_reason"] == "length"

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from cluster.gateway.patience import Patience
+from common.patience import Patience
 
 _SHORT_S, _LONG_S = 0.01, 3600.0
 
