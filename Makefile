@@ -8,10 +8,11 @@ SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
+COMPILED := cluster/router cluster/router/policies common decode engine loadtest loadtest/bench loadtest/simulator prefill
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
 .PHONY: bench-simulator bench-scale bench-conversations bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway
-.PHONY: try-clients clean
+.PHONY: try-clients compiled clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -62,8 +63,14 @@ bench-router: install
 bench-conversations: install
 	$(BIN)/python -m loadtest.bench.conversations $(BENCH_ARGS)
 
-bench-scale: install
-	$(BIN)/python -m loadtest.bench.scale $(BENCH_ARGS)
+# Needs a C compiler, and minutes. -P: what is compiled comes before what lies here.
+compiled: build/compiled/checked
+
+build/compiled/checked: $(STAMP) tools/compile_simulator.py $(wildcard $(addsuffix /*.py, $(COMPILED)))
+	$(BIN)/python tools/compile_simulator.py
+
+bench-scale: compiled
+	PYTHONPATH=build/compiled $(BIN)/python -P -m loadtest.bench.scale $(BENCH_ARGS)
 
 bench-simulator: install
 	$(BIN)/python -m loadtest.bench.simulator $(BENCH_ARGS)

@@ -1,6 +1,6 @@
 """All pairs of workers that are weighed for a request: sums of halves, so that the least is found by the halves."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class Margin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs(Collection[PairEstimate]):
+class Pairs:
     """Each prefill half with each decode half, and each decode half alone. Decode halves are never empty."""
 
     prefill: Sequence[PrefillHalf]

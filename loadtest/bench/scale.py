@@ -2,7 +2,8 @@
 
 Half of the workers prefill, half decode (profile h100-8b). Prompts have 1,229 to 2,867 tokens, the first 1,024 of them
 one of a hundred beginnings, answers 77 to 179. The time is the processor's, of the one thread that simulates: what else
-the machine does is not counted, but makes the core slower.
+the machine does is not counted, but makes the core slower. `make bench-scale` compiles what the simulation runs
+(tools/compile_simulator.py); `python -m loadtest.bench.scale` interprets it.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from loadtest.execute import Plan
 from loadtest.metrics import summarize
 from loadtest.records import Slo
 from loadtest.runner import RunOptions
+from loadtest.simulator import cluster
 from loadtest.simulator.cluster import ClusterShape
 from loadtest.simulator.profile import load_profile
 from loadtest.simulator.simulate import simulate
@@ -40,9 +42,10 @@ def main() -> None:
     run = simulate(plan, load_profile("h100-8b"), ClusterShape(half, half))
     cpu_s, wall_s = time.process_time() - begin_cpu_s, time.monotonic() - begin_s
     summary = summarize(run.records, _SLO)
+    how = "interpreted" if cluster.__file__.endswith(".py") else "compiled"
     note = (
-        f"{cpu_s / arguments.requests * 1e6:.0f} us a request, {wall_s:.0f} s passed; simulated: {summary.completed} "
-        f"answered, mean TTFT {summary.ttft.mean * 1e3:.0f} ms, cache hit {summary.cache_hit:.0%}"
+        f"{how}, {cpu_s / arguments.requests * 1e6:.0f} us a request, {wall_s:.0f} s passed; simulated: "
+        f"{summary.completed} answered, mean TTFT {summary.ttft.mean * 1e3:.0f} ms, cache hit {summary.cache_hit:.0%}"
     )
     name = f"{arguments.requests:,} requests on {2 * half:,} workers, CPU time"
     is_whole = (arguments.requests, arguments.workers) == (_REQUESTS, _WORKERS)

@@ -15,7 +15,8 @@ from loadtest.simulator.stretch import Stretch
 class SimulatedStream(Stream):
     """A request on a decode worker."""
 
-    sequence: SimulatedSequence
+    own: SimulatedSequence
+    """`sequence`, as what it is here: of the same name it could not be compiled (tools/compile_simulator.py)."""
     job: Job
     end_tokens: int
     """Length with the last token."""
@@ -66,7 +67,7 @@ class Batch:
         block_tokens, step = self._books.block_tokens, self._profile.step
         context, num_left, filled, fresh = 0, self._stretch_max, 0, list[Job]()
         for stream in self.decoding:
-            sequence = stream.sequence
+            sequence = stream.own
             num_tokens = sequence.num_tokens
             context += num_tokens
             if stream.end_tokens - num_tokens < num_left:  # no min, no max: this is the simulation's inner loop
@@ -92,9 +93,7 @@ class Batch:
         if available >= count:
             return self._num_applied + 1 + available // count * block_tokens
         # The sequences' next blocks, the soonest first: that after the last available one ends the stretch.
-        rooms = sorted(
-            len(stream.sequence.block_table) * block_tokens - stream.sequence.num_tokens for stream in self.decoding
-        )
+        rooms = sorted(len(stream.own.block_table) * block_tokens - stream.own.num_tokens for stream in self.decoding)
         return self._num_applied + 1 + rooms[available]
 
     def catch_up(self, now: float) -> None:
@@ -114,18 +113,18 @@ class Batch:
 
     def _take(self, plan: StepPlan[SimulatedStream]) -> None:
         self.decoding, self.prompts = plan.decodes, plan.prompts
-        firsts = [stream for stream in plan.decodes if not stream.sequence.num_output_tokens]
+        firsts = [stream for stream in plan.decodes if not stream.own.num_output_tokens]
         if firsts:  # all but a token of their prompts was cached
-            self.decoding = [stream for stream in plan.decodes if stream.sequence.num_output_tokens]
+            self.decoding = [stream for stream in plan.decodes if stream.own.num_output_tokens]
             self.prompts = [*(PlannedChunk(stream, 1) for stream in firsts), *plan.prompts]
 
     def _prompts_s(self, now: float) -> float:
         """Return what the prompt chunks add to the step that begins now."""
         seconds = 0.0
         for stream, num_tokens in self.prompts:
-            seconds += self._profile.step.prefill_s(num_tokens, stream.sequence.num_computed)
+            seconds += self._profile.step.prefill_s(num_tokens, stream.own.num_computed)
             if stream.job.prefill_started is None:
-                stream.job.prefill_started, stream.job.num_cached = now, stream.sequence.num_cached
+                stream.job.prefill_started, stream.job.num_cached = now, stream.own.num_cached
         return seconds
 
     def _apply(self, num_steps: int, *, is_over: bool) -> None:
@@ -135,7 +134,7 @@ class Batch:
             self._apply_blocks(fresh, is_over=is_over)
             return
         for stream in self.decoding:
-            sequence = stream.sequence
+            sequence = stream.own
             sequence.num_tokens += fresh
             sequence.num_computed += fresh
 
@@ -143,7 +142,7 @@ class Batch:
         """Note so many further steps, and the blocks that they have filled and taken."""
         block_tokens = self._books.block_tokens
         for stream in self.decoding:
-            sequence = stream.sequence
+            sequence = stream.own
             sequence.num_tokens += fresh
             # After the last step the next plan takes the block for the last token.
             need = sequence.num_tokens - is_over

@@ -88,7 +88,7 @@ class DecodeWorker(SimulatedWorker):
         if not self._has_computed:
             return 0
         here = (stream for stream in chain(self._scheduler.waiting, self._scheduler.running) if not stream.is_remote)
-        return sum(count for stream in here if (count := stream.sequence.num_uncomputed) > 1)
+        return sum(count for stream in here if (count := stream.own.num_uncomputed) > 1)
 
     @property
     def num_waiting(self) -> int:
@@ -110,7 +110,8 @@ class DecodeWorker(SimulatedWorker):
             self._events.on_failed(job, error)
             return
         end_tokens = min(job.num_prompt + job.num_output, self._scheduler.capacity_tokens)
-        stream = SimulatedStream(sequence=self._sequence(job), is_remote=job.is_remote, job=job, end_tokens=end_tokens)
+        own = self._sequence(job)
+        stream = SimulatedStream(sequence=own, own=own, is_remote=job.is_remote, job=job, end_tokens=end_tokens)
         self._streams[job] = stream
         self._has_computed = self._has_computed or not job.is_remote
         self._scheduler.add(stream)
@@ -120,7 +121,7 @@ class DecodeWorker(SimulatedWorker):
         """All KV of a request's prompt is here, and its first token."""
         self.catch_up()
         stream = self._streams[job]
-        sequence = stream.sequence
+        sequence = stream.own
         sequence.num_tokens += 1
         self.books.advance(sequence, sequence.num_tokens - 1)
         job.joined = self._timeline.now()
@@ -137,7 +138,7 @@ class DecodeWorker(SimulatedWorker):
         if (stream := self._streams.pop(job, None)) is None:
             return
         self._scheduler.remove(stream)
-        self.books.pool.release(stream.sequence.block_table)
+        self.books.pool.release(stream.own.block_table)
         self._changed()
 
     def catch_up(self) -> None:
@@ -207,7 +208,7 @@ class DecodeWorker(SimulatedWorker):
             for stream in decoding:
                 stream.stretches.append(stretch)
         for stream in decoding:
-            if stream.sequence.num_tokens == stream.end_tokens:
+            if stream.own.num_tokens == stream.end_tokens:
                 self._finish(stream)
         for chunk in prompts:
             self._apply_prompt(chunk, stretch)
@@ -222,7 +223,7 @@ class DecodeWorker(SimulatedWorker):
 
     def _apply_prompt(self, chunk: Chunk, stretch: Stretch) -> None:
         stream, num_tokens = chunk
-        sequence = stream.sequence
+        sequence = stream.own
         self.done.add_chunk(num_tokens, sequence.num_computed)
         self.books.advance(sequence, sequence.num_computed + num_tokens)
         if sequence.num_uncomputed:
@@ -240,7 +241,7 @@ class DecodeWorker(SimulatedWorker):
             self._finish(stream)
 
     def _finish(self, stream: SimulatedStream) -> None:
-        sequence = stream.sequence
+        sequence = stream.own
         self._scheduler.remove(stream)
         self.books.pool.release(sequence.block_table)
         del self._streams[stream.job]
