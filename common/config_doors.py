@@ -165,8 +165,9 @@ class GatewayConfig(Node):
     """How long a gRPC connection may stay open without a call; clients open the next one by themselves."""
     request_s: Seconds = 3600.0
     """Longest life of a request; a client's own deadline may only be shorter."""
-    token_wait_s: Seconds = 600.0
-    """Longest wait for a request's next token, or for its first; then it ends with DEADLINE_EXCEEDED."""
+    token_wait_s: Seconds = 1800.0
+    """Longest wait for a request's next token, or for its first; then it ends with DEADLINE_EXCEEDED. Ample: a call
+    that is quiet for ten minutes, behind a long prompt, is still one to be answered."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     """How the model writes tool calls; `auto`: by its chat template, `hermes` where that tells nothing."""
     reasoning: Literal["auto", "think", "none"] = "auto"

@@ -38,19 +38,19 @@ PREFILL, DECODE, BOTH = (
 )
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
     """Wait for a condition on state that announces no change; only tests look at such state from outside."""
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert condition(), what
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
+def run(scenario: Coroutine[Any, Any, None], limit_s: float = 3 * LIMIT_S) -> None:
     """Run a test's scenario with a limit; no task may be left."""
 
     async def limited() -> None:
-        async with asyncio.timeout(3 * LIMIT_S):
+        async with asyncio.timeout(limit_s):
             await scenario
         await until(lambda: len(asyncio.all_tasks()) == 1, "tasks are left")
 

@@ -218,6 +218,12 @@ def test_a_call_whose_message_does_not_come_is_ended(model_dir: Path, method: st
     run(scenario())
 
 
+def test_a_call_may_be_quiet_for_ten_minutes_by_default() -> None:
+    defaults = GatewayConfig()
+
+    assert min(defaults.token_wait_s, defaults.request_s) > 2 * 600
+
+
 def test_a_client_may_ping_a_quiet_stream(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir) as cluster:

@@ -93,6 +93,24 @@ def test_a_failure_after_the_beginning_is_an_event_and_then_the_end(model_dir: P
     run(scenario())
 
 
+def test_a_worker_killed_after_its_first_token_is_an_event_and_then_the_end(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, num_prefill=0) as cluster, wire(cluster) as connection:
+            cluster.worker("d0").step_s = 3600.0  # which the first token does not wait for
+            connection.send("/v1/completions", {"prompt": "hello", "max_tokens": 4, "stream": True})
+            assert (await connection.head())[0] == 200
+            first = (await connection.chunk()).decode()
+
+            await cluster.worker("d0").kill()
+            error, done = await connection.rest()
+
+            assert event(first.removesuffix("\n\n"))["choices"][0]["text"] == "he"
+            assert event(error)["error"]["type"] == "service_unavailable_error"
+            assert done == "data: [DONE]"
+
+    run(scenario())
+
+
 def test_one_choice_that_fails_ends_the_others(model_dir: Path) -> None:
     async def scenario() -> None:
         async with fake_cluster(model_dir, num_prefill=0) as cluster:
