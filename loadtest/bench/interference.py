@@ -3,8 +3,9 @@
 All get the same open-loop load over OpenAI's HTTP API: once a second somebody asks 32 tokens and reads an answer of
 96, and now and then a prompt of 2,048 tokens comes. Gaps between tokens (ITL) and TTFT are taken at the client. Baton
 runs apart, with one core each for prefill and decode, and as one worker with both cores and a budget of tokens for each
-step: the smaller, the shorter a stream waits for a piece of a prompt, and the longer the prompt takes. Each long prompt
-is a round: what streams saw from its sending to its first token, against what they saw since the last one.
+step: the smaller, the shorter a stream waits for a piece of a prompt, and the longer the prompt takes; and as it is
+shipped, with a target for a step's length. Each long prompt is a round: what streams saw from its sending to its first
+token, against what they saw since the last one. A goal counts as met when the worst round meets it.
 
 Plots go to `build/bench/interference.html`.
 """
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.testing import RunningCluster
+from common.config import DecodeConfig
 from common.errors import BatonError
 from loadtest.arrivals import TraceArrival
 from loadtest.bench.common import FOLDER, BenchRow, Repeated, publish
@@ -51,6 +53,8 @@ APART = "apart"
 """Name of one prefill and one decode worker, which all others are compared with."""
 CHUNKS = (32, 128, 512, 4096)
 """Token budgets of the steps of one worker; the last one takes a whole prompt."""
+REFERENCE_CHUNK = 128
+"""Of the one worker whose gaps are set against those of APART, round by round."""
 THREADS = 2
 POOL = "engine.pool_mib=1024"
 ITL_GOAL = 1.2
@@ -157,12 +161,17 @@ def ours(chunks: Sequence[int], settings: Sequence[str]) -> list[System]:
     together = ("prefill.workers=0", "decode.workers=0", "both.workers=1", f"engine.threads={THREADS}", *shared)
     systems = [System(APART, partial(_cluster, ("engine.threads=1", *shared)))]
     for chunk in chunks:
-        name = f"together, chunk {chunk}" if chunk <= LONG_PROMPT_TOKENS else "together, whole prompt"
+        name = _together(chunk) if chunk <= LONG_PROMPT_TOKENS else "together, whole prompt"
         fixed = (f"decode.token_budget={chunk}", "decode.itl_target_s=null")
         systems.append(System(name, partial(_cluster, (*together, *fixed))))
     if chunks:
-        systems.append(System("together, chunks for steps of 0.1 s", partial(_cluster, together)))
+        name = f"together, as shipped: chunks for steps of {DecodeConfig().itl_target_s} s"
+        systems.append(System(name, partial(_cluster, together)))
     return systems
+
+
+def _together(chunk: int) -> str:
+    return f"together, chunk {chunk}"
 
 
 @contextmanager
@@ -253,11 +262,13 @@ def _p99(gaps: NDArray[np.float64], start: float, end: float, is_touching: bool 
 
 
 def rows_of(results: dict[str, Result], failures: dict[str, str]) -> list[BenchRow]:
-    """Return the goal, then each figure of APART beside every other system's, then who could not be run."""
+    """Return the goal, the ratio to REFERENCE_CHUNK, each figure of APART beside all others, and the failures."""
     rows: list[BenchRow] = []
     if (mine := results.get(APART)) is not None:
         others = [(name, result) for name, result in results.items() if name != APART]
         rows.append(_goal_row(mine))
+        if (together := results.get(_together(REFERENCE_CHUNK))) is not None:
+            rows.append(_ratio_row(mine, together))
         for figure in FIGURES:
             value, is_higher_better = figure.of(mine), figure.unit != "ms"
             for name, peer in others:
@@ -306,13 +317,26 @@ FIGURES = (
 
 
 def _goal_row(mine: Result) -> BenchRow:
-    name = "ITL p99 beside long prompts / alone, apart"
+    name = "ITL p99 beside long prompts / alone, apart, worst round"
     if not mine.rounds:
         return BenchRow(name, 0.0, "x", False, note="no long prompt had streams before and beside it")
-    ratio = Repeated.of([round_.beside_s / round_.alone_s for round_ in mine.rounds])
+    ratios = [round_.beside_s / round_.alone_s for round_ in mine.rounds]
     alone = median(round_.alone_s for round_ in mine.rounds)
-    note = f"p99 alone {alone * 1e3:.1f} ms; {len(mine.rounds)} long prompts; cores before: {mine.others:.0%} in use"
-    return BenchRow(name, ratio.median, "x", False, goal=ITL_GOAL, spread=ratio.spread, note=note)
+    note = f"rounds {_listed(ratios)}; p99 alone {alone * 1e3:.1f} ms; cores before: {mine.others:.0%} in use"
+    return BenchRow(name, max(ratios), "x", False, goal=ITL_GOAL, spread=Repeated.of(ratios).spread, note=note)
+
+
+def _ratio_row(mine: Result, together: Result) -> BenchRow:
+    name = f"ITL p99 beside long prompts, {_together(REFERENCE_CHUNK)} / apart, worst round"
+    ratios = [theirs.beside_s / ours.beside_s for ours, theirs in zip(mine.rounds, together.rounds, strict=False)]
+    if not ratios:
+        return BenchRow(name, 0.0, "x", True, note="no long prompt had streams before and beside it in both")
+    note = f"rounds {_listed(ratios)}"
+    return BenchRow(name, min(ratios), "x", True, spread=Repeated.of(ratios).spread, note=note)
+
+
+def _listed(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def pauses(results: Mapping[str, Result]) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from common.errors import BatonError, WorkerLostError
-from loadtest.bench.interference import LONG_FIRST_S, Result, pauses, result_of, rows_of, sessions
+from loadtest.bench.interference import LONG_FIRST_S, Result, ours, pauses, result_of, rows_of, sessions
 from loadtest.bench.servers import Server, running
 from loadtest.records import RequestRecord
 
@@ -90,6 +90,27 @@ def test_the_table_has_every_figure_beside_every_other_system_and_says_who_faile
     assert "together" in pauses(results)
     del results["apart"]
     assert [row.name for row in rows_of(results, {"apart": "it did not start"})] == ["apart"]
+
+
+def test_the_worst_round_is_judged_and_all_of_them_are_told() -> None:
+    def result(gap: float) -> Result:
+        times = [*steady(4, 7, 0.02), *steady(7 + gap, 9, gap), *steady(9.02, 21, 0.02), *steady(21.02, 30, 0.02)]
+        return result_of([stream(0, times), prompt(0, 7, 9), prompt(1, 21, 23)], 0.0)
+
+    goal, ratio, *_ = rows_of({"apart": result(0.03), "together, chunk 128": result(0.12)}, {})
+
+    assert goal.ours == pytest.approx(1.5)
+    assert goal.met is False
+    assert goal.note.startswith("rounds 1.50, 1.00;")
+    assert ratio.name == "ITL p99 beside long prompts, together, chunk 128 / apart, worst round"
+    assert ratio.ours == pytest.approx(1.0)
+    assert ratio.note == "rounds 4.00, 1.00"
+
+
+def test_one_worker_as_it_is_shipped_is_among_the_systems() -> None:
+    names = [system.name for system in ours([128], [])]
+
+    assert names == ["apart", "together, chunk 128", "together, as shipped: chunks for steps of 0.1 s"]
 
 
 def test_the_load_is_open_loop_and_in_order() -> None:
