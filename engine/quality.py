@@ -40,16 +40,10 @@ class Format(NamedTuple):
     kv_dtype: str
 
 
-FORMATS = (
-    Format("fp32", "int16", "float32"),
-    Format("fp32", "int16", "float16"),
-    Format("fp32", "int16", "bfloat16"),
-    Format("fp32", "int16", "int8"),
-    Format("w8", "int16", "float16"),
-    Format("w8", "int16", "int8"),
-    Format("q4", "int16", "float16"),
-    Format("q4", "int16", "int8"),
-    Format("q4", "int8", "float16"),
+FORMATS = tuple(
+    Format(weights, activations, kv_dtype)
+    for weights, activations in (("fp32", "int16"), ("w8", "int16"), ("q4", "int16"), ("q4", "int8"))
+    for kv_dtype in ("float32", "float16", "bfloat16", "int8")
 )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from common.config import DEMO_MODEL, ModelConfig
 from common.errors import ConfigError
+from engine.cpu.backend import KV_DTYPES
 from engine.cpu.build import supported_isas
 from engine.quality import FORMATS, Format, compare, load_text
 
@@ -36,6 +37,8 @@ def test_every_format_is_measured_and_fp32_is_exact(tiny_model: Callable[[str], 
 
     by_format = {score.format: score for score in scores}
     assert set(by_format) == set(FORMATS)
+    assert Format("q4", "int8", "int8") in by_format
+    assert {format_.kv_dtype for format_ in FORMATS if format_.weights == "w8"} == set(KV_DTYPES["w8"])
     assert by_format[Format("fp32", "int16", "float32")].divergence < 1e-8
     assert by_format[Format("fp32", "int16", "float32")].agreement > 0.99
     bytes_in_pool, halves = (by_format[Format("fp32", "int16", kv)].divergence for kv in ("int8", "float16"))
