@@ -154,11 +154,29 @@ class TransferConfig(Node):
     """Bytes that a sender has announced to one receiver and not seen acknowledged, before it waits."""
 
 
+class StepConfig(Node):
+    """Seconds of a worker's step: the sum of its parts, named as in the `step` of a file that `baton profile` wrote."""
+
+    base_s: Seconds
+    """Whatever is in the batch."""
+    token_s: Seconds
+    """For each prompt token."""
+    attention_s: Seconds
+    """For each prompt token and each token of context before it."""
+    sequence_s: Seconds
+    """For each decoding sequence."""
+    context_s: Seconds
+    """For each token of context of each decoding sequence."""
+
+
 class RouterConfig(Node):
     """Placement."""
 
     policy: str = "cost"
     """How a worker is chosen: the name of a class in a file of cluster/router/policies/."""
+    step: StepConfig | None = None
+    """What workers' steps take, to begin with; their own reports replace it. None: a guess, until then, that may be
+    wrong by a factor of ten."""
     prefill_fallback: bool = True
     """Decode workers prefill when no prefill worker can. Off: a request fails then, and may be tried again."""
     prefill_ahead_s: Seconds = 2.0

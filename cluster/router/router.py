@@ -20,6 +20,7 @@ from cluster.router.policies.policy import Choice, Policy
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.question import Candidate, Question
 from cluster.router.room import AHEAD_S, has_room, those_with_room
+from cluster.router.step_model import STARTING, StepModel
 from cluster.router.worker import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad
 from cluster.router.worker_table import WorkerTable
 from common.clock import Clock, MonotonicClock
@@ -39,6 +40,7 @@ class Router:
         clock: Clock | None = None,
         ahead_s: float = AHEAD_S,
         *,
+        step: StepModel = STARTING,
         falls_back: bool = True,
     ) -> None:
         """Begin without workers.
@@ -48,10 +50,11 @@ class Router:
             rng: all chance.
             clock: for predictions of the time to wait; None: the machine's.
             ahead_s: prefill that a worker is given ahead before it is full.
+            step: what workers' steps take, to begin with.
             falls_back: whether decode workers prefill when no prefill worker can; else WorkerLostError.
         """
         self.policy = policy
-        self.workers = WorkerTable(ahead_s)
+        self.workers = WorkerTable(ahead_s, step)
         self.index = PrefixIndex()
         self.hot_prefixes = HotPrefixes()
         self.counters: Counter[str] = Counter()

@@ -17,8 +17,9 @@ from cluster.router.messages import absent_from_pb, absent_to_pb, cluster_facts,
 from cluster.router.policies.registry import policy_named
 from cluster.router.router import Router
 from cluster.router.session import GatewaySession
+from cluster.router.step_model import STARTING, StepModel
 from cluster.router.watcher import Watcher
-from common.config import RouterConfig
+from common.config import RouterConfig, StepConfig
 from common.errors import InvalidRequestError
 from common.logs import log
 from common.rpc import Health, bind, make_server
@@ -231,7 +232,8 @@ class RouterServer:
             ConfigError: no such policy, or the port cannot be had.
         """
         policy = policy_named(config.policy)
-        router = Router(policy, Random(), ahead_s=config.prefill_ahead_s, falls_back=config.prefill_fallback)
+        step = STARTING if config.step is None else _step_model(config.step)
+        router = Router(policy, Random(), ahead_s=config.prefill_ahead_s, step=step, falls_back=config.prefill_fallback)
         service = RouterService(router, config, heartbeat_s)
         server = make_server()
         router_pb2_grpc.add_RouterServicer_to_server(service, server)
@@ -256,3 +258,7 @@ class RouterServer:
         """End all sessions and stop following workers. Gateways come back to the next router by themselves."""
         await self._server.stop(_STOP_GRACE_S)
         await self._service.close()
+
+
+def _step_model(step: StepConfig) -> StepModel:
+    return StepModel(step.base_s, step.token_s, step.attention_s, step.sequence_s, step.context_s)

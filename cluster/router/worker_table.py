@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.router.fetch_model import STARTING_TOKEN_S
 from cluster.router.question import TrackedGroup
 from cluster.router.room import AHEAD_S, Fulls
-from cluster.router.step_model import StepLearner
+from cluster.router.step_model import STARTING, StepLearner, StepModel
 from cluster.router.token_time import TokenTime
 from cluster.router.worker import Role, State, Worker, WorkerInfo
 
@@ -50,11 +50,11 @@ class WorkerTable:
     Nothing is placed on a worker that is not ready. What was placed earlier stays in its account until it ends.
     """
 
-    def __init__(self, ahead_s: float = AHEAD_S) -> None:
+    def __init__(self, ahead_s: float = AHEAD_S, step: StepModel = STARTING) -> None:
         self.fulls = Fulls()
         self._ahead_s = ahead_s
         self._workers: dict[str, Worker] = {}
-        self._elders, self._fetch_elders = StepLearner(), TokenTime(STARTING_TOKEN_S)
+        self._elders, self._fetch_elders = StepLearner(step), TokenTime(STARTING_TOKEN_S)
         self._ready: dict[tuple[Role, ...], Ready] = {}
         self.absent: tuple[WorkerInfo, ...] = ()
         """Those that should exist and have no process now; they have no row."""

@@ -14,7 +14,7 @@ from baton_pb.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from cluster.fake_worker import FakeModel, FakeWorker
 from cluster.router.server import RouterServer
 from common.chain_hash import chain_hashes
-from common.config import RouterConfig
+from common.config import RouterConfig, StepConfig
 from common.errors import ConfigError, InvalidRequestError, OverloadedError, WorkerLostError
 from common.rpc import open_channel
 from common.status import error_from_pb, typed_rpc_errors
@@ -24,8 +24,8 @@ CHAIN = chain_hashes(range(16), 4)
 
 
 @asynccontextmanager
-async def routed(*workers: FakeWorker) -> AsyncIterator[RouterServer]:
-    router = await RouterServer.start(HOST, 0, RouterConfig(), HEARTBEAT_S)
+async def routed(*workers: FakeWorker, step: StepConfig | None = None) -> AsyncIterator[RouterServer]:
+    router = await RouterServer.start(HOST, 0, RouterConfig(step=step), HEARTBEAT_S)
     try:
         await router.set_workers([address_of(worker) for worker in workers])
         yield router
@@ -106,6 +106,26 @@ def test_a_session_places_and_its_end_releases_what_it_forgot() -> None:
             assert row(router, "d0").reservations == 1
             await gateway.close()
             await until(lambda: router.status().reservations == 0, "b is not released")
+
+    run(scenario())
+
+
+def test_the_first_placement_is_predicted_from_what_steps_are_configured_to_take() -> None:
+    step = StepConfig(base_s=100.0, token_s=1e-3, attention_s=1e-9, sequence_s=1e-3, context_s=1e-7)
+
+    async def scenario() -> None:
+        for configured, least_s, most_s in ((None, 0.0, 1.0), (step, 100.0, 1000.0)):
+            decode = await FakeWorker.start("d0", DECODE)
+            prefill = await FakeWorker.start("p0", PREFILL)
+            async with routed(decode, prefill, step=configured) as router:
+                await state_is(router, "d0", "ready")
+                await state_is(router, "p0", "ready")
+                gateway = Gateway(router)
+
+                placed = await gateway.place("a")
+
+                assert least_s <= placed.placement.predicted_ttft_s < most_s
+                await gateway.close()
 
     run(scenario())
 
