@@ -24,6 +24,7 @@ from common.config import TransferConfig
 from common.errors import ConfigError
 from common.logs import log
 from kvtransfer import native
+from kvtransfer.codecs.registry import prepare
 from kvtransfer.counters import UNKNOWN, TransferCounters
 from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
@@ -91,6 +92,7 @@ class TransferEndpoint:
         endpoint = cls(worker_id, host, store, config)
         try:
             await asyncio.to_thread(native.library)
+            await asyncio.to_thread(prepare, config.codec)
             await endpoint._open_doors()
         except BaseException:
             await endpoint.close()

@@ -4,6 +4,7 @@ from kvtransfer.codecs.base import Codec
 from kvtransfer.codecs.fp8 import Fp8Codec
 from kvtransfer.codecs.int8 import Int8Codec
 from kvtransfer.codecs.lossless import LosslessCodec
+from kvtransfer.codecs.quantising import QuantisingCodec, library
 from kvtransfer.codecs.raw import RawCodec
 from kvtransfer.layout import BlockLayout
 
@@ -11,6 +12,12 @@ RAW = "raw"
 AUTO = "auto"
 """In a ticket: the sender chooses among the lossless ones."""
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), LosslessCodec(), Int8Codec(), Fp8Codec())}
+
+
+def prepare(name: str) -> None:
+    """Compile and load what a codec needs, which blocks for seconds the first time on a machine: no transfer's time."""
+    if isinstance(CODECS.get(name), QuantisingCodec):
+        library()
 
 
 def codec_for(layout: BlockLayout, asked: str) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from common.config import TransferConfig
+from kvtransfer import native
+from kvtransfer.codecs import quantising
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore, FakeNetwork
 from kvtransfer.fake_device import FakeCommunicators, FakeDeviceStore
@@ -31,6 +33,13 @@ IN_DEVICES = [
     *("tcp in a device", "ucx in a device", "nccl in a device"),
     *(pytest.param(f"{wire} in a GPU", marks=pytest.mark.gpu) for wire in ("tcp", "ucx")),
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Compile before any test begins: a compiler on a busy machine takes longer than a test has."""
+    native.library()
+    quantising.library()
 
 
 @dataclass(slots=True)

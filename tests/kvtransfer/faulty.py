@@ -14,7 +14,9 @@ import xxhash
 from baton_pb.v1 import transfer_pb2, worker_pb2
 from common.config import TransferConfig
 from common.errors import TransferError
+from kvtransfer import native
 from kvtransfer.activity import Stop
+from kvtransfer.codecs.registry import prepare
 from kvtransfer.counters import TransferCounters
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.landing import BlockLanding
@@ -242,6 +244,8 @@ class FaultyEndpoint:
     """Implements `Endpoint` by the real halves."""
 
     def __init__(self, network: FaultyNetwork, worker_id: str, store: BlockStore, config: TransferConfig) -> None:
+        native.library()  # as every endpoint does before it grants or pushes: a compiler's seconds are no transfer's
+        prepare(config.codec)
         self._threads = ThreadPoolExecutor(2)
         pool = own_pool(store, self._threads)
         hello = transfer_pb2.Hello(

@@ -17,6 +17,8 @@ import pytest
 from baton_pb.v1 import transfer_pb2
 from common.config import TransferConfig
 from common.errors import MismatchError, TransferError, WorkerLostError
+from kvtransfer import native
+from kvtransfer.codecs import quantising
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.ticket import make_ticket
@@ -118,6 +120,22 @@ def test_without_ucx_installed_hosts_are_joined_by_plain_tcp() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_UCX], capture_output=True, text=True, cwd=ROOT, check=False)
 
     assert done.stdout.split() == ["tcp", "True"], done.stderr
+
+
+def test_on_a_new_machine_an_endpoint_compiles_all_that_it_needs_when_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    native.library.cache_clear()
+    quantising.library.cache_clear()
+
+    async def test() -> None:
+        config = TransferConfig(transport="tcp", codec="int8")
+        endpoint = await TransferEndpoint.start("worker", "127.0.0.1", FakeBlockStore(), config)
+        await endpoint.close()
+
+    asyncio.run(test())
+    assert {path.name for path in tmp_path.rglob("*.so")} == {"libcopy.so", "libquantise.so"}
 
 
 def test_an_unreachable_socket_on_the_same_host_is_a_counted_and_logged_fallback(
