@@ -12,7 +12,7 @@ COMPILED := cluster/router cluster/router/policies common decode engine loadtest
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
 .PHONY: bench-simulator bench-scale bench-conversations bench-ttft bench-exposed bench-codecs bench-transfer bench-peers bench-gateway
-.PHONY: try-clients compiled clean
+.PHONY: bench-grammars try-clients compiled clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -99,6 +99,9 @@ bench-transfer: install
 bench-gateway: install
 	-loadtest/bench/peers/routers.sh $(PEERS)/routers
 	$(BIN)/python -m loadtest.bench.gateway --peers $(PEERS)/routers $(BENCH_ARGS)
+
+bench-grammars: install
+	PYTHONPATH=$$(tools/peers/grammars.sh $(PEERS)/xgrammar) $(BIN)/python -m tools.peers.grammars $(BENCH_ARGS)
 
 try-clients: install
 	$(BIN)/python -m tools.try_clients --peers $(PEERS)
