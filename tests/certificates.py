@@ -1,7 +1,9 @@
 """Certificates for tests: an authority, and what it certifies."""
 
+import asyncio
 import datetime
 import ipaddress
+import ssl
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from common.config_doors import TlsConfig
+
+_LIMIT_S = 10.0
 
 
 class Certified(NamedTuple):
@@ -67,3 +71,17 @@ class Authority:
             now - datetime.timedelta(hours=1),
             now + datetime.timedelta(days=1),
         )
+
+
+async def serial_shown(port: int) -> int:
+    """Connect and return the serial number of the certificate that is shown."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    async with asyncio.timeout(_LIMIT_S):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.transport.abort()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    return x509.load_der_x509_certificate(shown).serial_number

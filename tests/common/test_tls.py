@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import peers
@@ -19,7 +17,7 @@ from common.config_file import load
 from common.errors import ConfigError
 from common.rpc import Health, bind, make_server, open_channel
 from common.tls import CurrentContext, TlsFiles
-from tests.certificates import Authority
+from tests.certificates import Authority, serial_shown
 
 LIMIT_S = 10.0
 
@@ -28,20 +26,6 @@ LIMIT_S = 10.0
 def _forgets() -> Iterator[None]:
     yield
     peers.set_up(peers.Peers())
-
-
-async def serial_shown(port: int) -> int:
-    """Connect and return the serial number of the certificate that is shown."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    async with asyncio.timeout(LIMIT_S):
-        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    writer.transport.abort()
-    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-    return x509.load_der_x509_certificate(shown).serial_number
 
 
 async def is_served(channel: grpc.aio.Channel) -> bool:

@@ -20,7 +20,7 @@ from common import peers
 from common.config_doors import GatewayConfig, TlsConfig
 from common.errors import WorkerLostError
 from common.rpc import open_channel
-from tests.certificates import Authority, Certified
+from tests.certificates import Authority, Certified, serial_shown
 from tests.cluster.fake_cluster import HOST, LIMIT_S, fake_cluster, request, run, until
 from tests.cluster.gateway.http.wire import request_bytes
 
@@ -92,6 +92,36 @@ def test_who_does_not_encrypt_or_does_not_trust_is_told_so(model_dir: Path, tmp_
             assert gateway.probe_address is not None
             async with open_channel(gateway.probe_address) as channel:  # who watches the process needs no certificate
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+
+    run(scenario())
+
+
+def test_new_connections_to_both_faces_see_a_certificate_that_was_replaced_and_open_ones_go_on(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    first = authority.certify()
+
+    async def scenario() -> None:
+        async with encrypted_gateway(model_dir, authority.config(first, is_mutual=False)) as gateway:
+            ports = [int(address.rpartition(":")[2]) for address in (gateway.grpc_address, gateway.http_address)]
+            trusted = grpc.ssl_channel_credentials(authority.file.read_bytes())
+            context = ssl.create_default_context(cafile=authority.file)
+            async with (
+                grpc.aio.secure_channel(gateway.grpc_address, trusted) as channel,
+                httpx.AsyncClient(verify=context, base_url=f"https://{gateway.http_address}") as client,
+            ):
+                health = health_pb2_grpc.HealthStub(channel)
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+                assert (await client.get("/health")).status_code == 200
+                assert [await serial_shown(port) for port in ports] == [first.serial] * 2
+
+                second = authority.certify()  # in the same files
+
+                assert [await serial_shown(port) for port in ports] == [second.serial] * 2
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+                assert (await client.get("/health")).status_code == 200
+            assert await tokens_over_grpc(gateway, trusted) == 2
 
     run(scenario())
 

@@ -86,6 +86,80 @@ def policy(request: pytest.FixtureRequest) -> Policy:
             ("b0", None),
             id="a colocated worker prefills itself",
         ),
+        pytest.param(
+            "sglang_cache_aware",
+            question([candidate("d0", sequences=60), candidate("d1")], hits={"d0": 2}),
+            ("d0", None),
+            id="sglang: a match of more than 0.3 of the prompt wins over load",
+        ),
+        pytest.param(
+            "sglang_cache_aware",
+            question([candidate("d0", sequences=60), candidate("d1")], hits={"d0": 1}),
+            ("d1", None),
+            id="sglang: a shorter match does not count",
+        ),
+        pytest.param(
+            "sglang_cache_aware",
+            question([candidate("d0", sequences=65), candidate("d1")], hits={"d0": 6}),
+            ("d1", None),
+            id="sglang: more than 64 sequences apart, the balance comes first",
+        ),
+        pytest.param(
+            "sglang_cache_aware",
+            question([candidate("d0", sequences=64), candidate("d1")], hits={"d0": 6}),
+            ("d0", None),
+            id="sglang: 64 apart is in balance",
+        ),
+        pytest.param(
+            "sglang_cache_aware",
+            question([candidate("d0", sequences=210), candidate("d1", sequences=140)], hits={"d0": 6}),
+            ("d0", None),
+            id="sglang: 70 apart but 1.5 times as many is in balance",
+        ),
+        pytest.param(
+            "sglang_cache_aware",
+            question([candidate("d0", sequences=211), candidate("d1", sequences=140)], hits={"d0": 6}),
+            ("d1", None),
+            id="sglang: 71 apart and more than 1.5 times as many is not",
+        ),
+        pytest.param(
+            "sglang_cache_aware",
+            question(
+                [candidate("d0")], [candidate("p0", queued=900, sequences=9), candidate("p1")], {"p0": 2, "d0": 6}
+            ),
+            ("d0", "p0"),
+            id="sglang: the prefiller is chosen likewise",
+        ),
+        pytest.param(
+            "dynamo_cost",
+            question([candidate("d0", tokens=16 * 3)], [candidate("p0", queued=16 * 3), candidate("p1")], {"p0": 4}),
+            ("d0", "p0"),
+            id="dynamo: four blocks held are worth more than three queued",
+        ),
+        pytest.param(
+            "dynamo_cost",
+            question([candidate("d0")], [candidate("p0", queued=16 * 5), candidate("p1")], {"p0": 4}),
+            ("d0", "p1"),
+            id="dynamo: and less than five",
+        ),
+        pytest.param(
+            "dynamo_cost",
+            question([candidate("d0", tokens=17), candidate("d1", tokens=16)], [candidate("p0")], {"d0": 6}),
+            ("d1", "p0"),
+            id="dynamo: where prefill is apart a decoder is chosen by its blocks alone",
+        ),
+        pytest.param(
+            "dynamo_cost",
+            question([candidate("d0", tokens=16 * 5), candidate("d1")], hits={"d0": 6}),
+            ("d0", None),
+            id="dynamo: a decoder that prefills is charged with both",
+        ),
+        pytest.param(
+            "power_of_two",
+            question([candidate("d0", sequences=2), candidate("d1", sequences=1)], hits={"d0": 6}),
+            ("d1", None),
+            id="power of two: of two, the less busy one",
+        ),
     ],
 )
 def test_the_cheapest_is_chosen(name: str, asked: Question, expected: tuple[str, str | None]) -> None:
@@ -103,6 +177,20 @@ def test_everybody_has_a_turn() -> None:
     assert sorted(decoders[:3]) == ["d0", "d1", "d2"]
     assert decoders[:3] == decoders[3:]
     assert prefillers[::2] == ["p0"] * 3 or prefillers[::2] == ["p1"] * 3
+
+
+def test_power_of_two_takes_the_idlest_whenever_it_is_drawn_and_the_busiest_never() -> None:
+    policy, rng = POLICIES["power_of_two"](), Random(5)
+    asked = question([candidate(f"d{i}", sequences=i) for i in range(3)], [candidate(f"p{i}", i) for i in range(3)])
+
+    choices = [policy.choose(asked, rng) for _ in range(3000)]
+
+    decoders = Counter(choice.decode.worker_id for choice in choices)
+    prefillers = Counter(choice.prefill.worker_id for choice in choices if choice.prefill is not None)
+    assert set(decoders) == {"d0", "d1"}
+    assert set(prefillers) == {"p0", "p1"}
+    assert abs(decoders["d0"] - 2000) < 150  # it is in two of the three pairs
+    assert abs(prefillers["p0"] - 2000) < 150
 
 
 def test_equals_are_chosen_equally_often(policy: Policy) -> None:
