@@ -8,6 +8,7 @@ SERVE_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
+GRPCURL := $(HOME)/.cache/baton/peers/grpcurl/grpcurl
 COMPILED := cluster/router cluster/router/policies common decode engine loadtest loadtest/bench loadtest/simulator prefill
 
 .PHONY: install serve demo test test-unit test-gpu check fmt proto lock bench-router bench-engine bench-interference
@@ -30,10 +31,14 @@ serve: install
 demo: install
 	@exec $(BIN)/baton demo
 
-test: install
+# For an example of docs/clients.md, whose test is skipped where this cannot be had.
+$(GRPCURL): | install
+	-command -v grpcurl >/dev/null || tools/grpcurl.sh $(dir $@)
+
+test: install $(GRPCURL)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-test-unit: install
+test-unit: install $(GRPCURL)
 	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
 
 test-gpu: install
