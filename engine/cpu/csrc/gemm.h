@@ -2,7 +2,8 @@
 //
 // A thread takes a chunk of panels and, for one pass of rows at a time, runs each panel over all tiles of the pass: the
 // panel (K = 576: 6 KB in 4 bits) stays in the first-level cache, the pass's activations in the second. With one tile
-// (decode) this is one walk through the weights at memory speed.
+// (decode) this is one walk through the weights at memory speed; with a few, weights come from memory while the tiles
+// before them are computed.
 #pragma once
 #include "matrix.h"
 #include "team.h"
@@ -15,6 +16,7 @@
 namespace baton {
 
 constexpr i64 kPassTiles = 12;
+constexpr i64 kAheadBytes = 3072;
 // Chunks for each thread: few enough to cost nothing, enough that a disturbed thread is not waited for.
 constexpr i64 kChunksPerThread = 6;
 
@@ -47,6 +49,13 @@ INLINE TileFunction tile_function(const Matrix& m, i64 rows) {
     }
 }
 
+// How far ahead weights are fetched while a tile is computed. The first tile of a pass brings them from memory: what it
+// needs soon if it is the only one, else the next panel, as this panel is in the cache for the tiles that follow.
+INLINE i64 fetch_distance(const Activations& a, const Matrix& m, i64 tile) {
+    if (tile % kPassTiles) return 0;
+    return a.num_tiles() - tile == 1 ? kAheadBytes : m.panel_bytes();
+}
+
 // One tile of rows times one panel of columns; `out` is the tile's own corner.
 INLINE void run_tile(const Activations& a, const Matrix& m, i64 panel, i64 tile, float* out, i64 stride, bool accumulate) {
     const i64 row = a.tile_begin(tile);
@@ -54,7 +63,7 @@ INLINE void run_tile(const Activations& a, const Matrix& m, i64 panel, i64 tile,
                  a.sums(row),    a.offsets(row),
                  m.data + panel * m.panel_bytes(), m.k / kBlock,
                  out,            stride,
-                 accumulate};
+                 accumulate,     fetch_distance(a, m, tile)};
     tile_function(m, a.tile_begin(tile + 1) - row)(t);
 }
 

@@ -53,7 +53,14 @@ struct Tile {
     float* out;
     i64 stride;
     bool accumulate;
+    i64 ahead;  // bytes from a block to what is fetched while it is computed; 0: nothing
 };
+
+template <int BYTES>
+INLINE void fetch(const uint8_t* block, i64 ahead) {
+    if (ahead)
+        for (int i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)(block + ahead + i), _MM_HINT_T0);
+}
 
 // The rows of one GEMM's input, in tiles of at most kTileRows rows whose values lie interleaved: the kernel broadcasts
 // one value (or a group of four bytes) of each row of a tile from consecutive addresses.

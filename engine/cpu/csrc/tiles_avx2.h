@@ -44,8 +44,7 @@ INLINE void tile_q4_narrow(const Tile& t) {
     for (i64 b = 0; b < t.blocks; b++) {
         const uint8_t* w = t.weights + b * 320;
         const int32_t* x = t.values + b * 8 * R;
-        if (R <= 2)
-            for (int i = 0; i < 5; i++) _mm_prefetch((const char*)(w + 320 * 8 + 64 * i), _MM_HINT_T0);
+        fetch<320>(w, t.ahead);
         __m256i a[R][2];
 #pragma GCC unroll 8
         for (int g = 0; g < 8; g++) {
@@ -86,8 +85,7 @@ INLINE void tile_wide(const Tile& t) {
     for (i64 b = 0; b < t.blocks; b++) {
         const uint8_t* w = t.weights + b * kBytes;
         const int32_t* x = t.values + b * 16 * R;
-        if (R <= 2)
-            for (int i = 0; i < kBytes; i += 64) _mm_prefetch((const char*)(w + kBytes * 6 + i), _MM_HINT_T0);
+        fetch<kBytes>(w, t.ahead);
         __m256i a[R][2];
         for (int r = 0; r < R; r++) a[r][0] = a[r][1] = Q4 ? _mm256_setzero_si256() : _mm256_set1_epi32(t.offsets[b * R + r]);
 #pragma GCC unroll 8
@@ -98,7 +96,7 @@ INLINE void tile_wide(const Tile& t) {
                 __m256i u0 = _mm256_loadu_si256((const __m256i*)at), u1 = _mm256_loadu_si256((const __m256i*)(at + 32));
                 const int shift = 8 * odd + (Q4 && g > 3 ? 4 : 0);
                 if (shift) u0 = _mm256_srli_epi16(u0, shift), u1 = _mm256_srli_epi16(u1, shift);
-                if (Q4 || !odd) u0 = _mm256_and_si256(u0, low), u1 = _mm256_and_si256(u1, low);
+                if (shift + (Q4 ? 4 : 8) < 16) u0 = _mm256_and_si256(u0, low), u1 = _mm256_and_si256(u1, low);
                 KEEP(u0);
                 KEEP(u1);
 #pragma GCC unroll 6

@@ -51,8 +51,7 @@ void tile_q4(const Tile& t) {
     for (i64 b = 0; b < t.blocks; b++) {
         const uint8_t* w = t.weights + b * 320;
         const int32_t* x = t.values + b * kWords * R;
-        if (R <= 2)
-            for (int i = 0; i < 5; i++) _mm_prefetch((const char*)(w + 320 * 8 + 64 * i), _MM_HINT_T0);
+        fetch<320>(w, t.ahead);
         __m512i a[R];
         for (int r = 0; r < R; r++) a[r] = _mm512_setzero_si512();
         dot_q4<R>(a, w + 64, x);
@@ -78,8 +77,7 @@ void tile_w8(const Tile& t) {
     for (i64 b = 0; b < t.blocks; b++) {
         const uint8_t* w = t.weights + b * 544;
         const int32_t* x = t.values + b * 16 * R;
-        if (R <= 2)
-            for (int i = 0; i < 9; i++) _mm_prefetch((const char*)(w + 544 * 6 + 64 * i), _MM_HINT_T0);
+        fetch<544>(w, t.ahead);
         __m512i a[R];
         for (int r = 0; r < R; r++) a[r] = _mm512_setzero_si512();
         dot_w8<R>(a, w + 32, x);
