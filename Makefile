@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 TEST_ARGS ?=
+FUZZ_ARGS ?= --fuzz-s 20
 BENCH_ARGS ?=
 PEERS ?= $(HOME)/.cache/baton/peers
 GRPCURL := $(HOME)/.cache/baton/peers/grpcurl/grpcurl
@@ -40,6 +41,10 @@ test: install $(GRPCURL)
 
 test-unit: install $(GRPCURL)
 	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+# For longer than CI does, from fresh seeds: so many seconds for each of some sixty kinds of calls.
+fuzz: install
+	$(BIN)/python -m pytest --timeout 0 tests/cluster/gateway/test_fuzz_grpc.py tests/cluster/gateway/test_fuzz_http.py $(FUZZ_ARGS)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/kvtransfer tests/engine $(TEST_ARGS)
