@@ -64,6 +64,14 @@ class Outcome(NamedTuple):
         return cls(logits[:num_logit_rows].float(), logits[num_logit_rows:].argmax(-1))
 
 
+class ChosenBackend(NamedTuple):
+    """A loaded backend, its name, and why it is not a faster one that was tried first; empty: it is the fastest."""
+
+    name: str
+    backend: "Backend"
+    refused: str
+
+
 class Backend(Protocol):
     """A model's weights and its forward pass. Owned by the compute thread once loaded."""
 
@@ -105,8 +113,8 @@ class Backend(Protocol):
         ...
 
 
-def load_backend(model_dir: Path, config: EngineConfig) -> tuple[str, Backend]:
-    """Return the name and the loaded backend that `config.backend` asks for.
+def load_backend(model_dir: Path, config: EngineConfig) -> ChosenBackend:
+    """Load the backend that `config.backend` asks for.
 
     Raises:
         ModelFileError: a file of the model is damaged; the message names it, and the tensor if there is one.
@@ -123,9 +131,10 @@ def load_backend(model_dir: Path, config: EngineConfig) -> tuple[str, Backend]:
         except ConfigError as error:
             refusals.append(f"backend {name}: {error.message}")
             continue
-        if refusals:
-            log(logger, logging.WARNING, "a faster backend was refused", backend=name, refused="; ".join(refusals))
-        return name, backend
+        refused = "; ".join(refusals)
+        if refused:
+            log(logger, logging.WARNING, "a faster backend was refused", backend=name, refused=refused)
+        return ChosenBackend(name, backend, refused)
     raise ConfigError("; ".join(refusals))
 
 

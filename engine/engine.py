@@ -49,7 +49,9 @@ class Engine(Bookkeeping):
     the loop's compute thread; meanwhile the loop must leave the scheduled sequences and their blocks alone.
     """
 
-    def __init__(self, runner: Runner, kv: KVMemory, facts: Limits, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self, runner: Runner, kv: KVMemory, facts: Limits, grammars: Grammars | None = None, slow_paths: Seq[str] = ()
+    ) -> None:
         super().__init__(kv.num_blocks, kv.layout.block_tokens, facts.context_tokens)
         self.kv = kv
         self.layout: BlockLayout = kv.layout
@@ -60,6 +62,8 @@ class Engine(Bookkeeping):
         """Seconds to compute a block of a prompt, as in the last step that computed one; infinite before the first."""
         self.placement = Placement()
         """Of the thread that will call `step`."""
+        self.slow_paths = slow_paths
+        """What computes more slowly than it could, each with its reason; empty: nothing."""
         self._runner = runner
         self._grammars = grammars
 

@@ -29,6 +29,8 @@ class Parts(NamedTuple):
     backend: Backend
     kv: KVMemory
     context_tokens: int
+    slow_paths: tuple[str, ...]
+    """See `Engine.slow_paths`."""
 
 
 class Loaded(NamedTuple):
@@ -38,11 +40,12 @@ class Loaded(NamedTuple):
     kv: KVMemory
     limits: Limits
     grammars: Grammars | None
+    slow_paths: tuple[str, ...]
 
 
 def load_parts(model_dir: Path, config: EngineConfig, model_id: str) -> Parts:
     """Load a backend and attach a pool to it; see `Engine.load` for arguments and errors."""
-    name, backend = load_backend(model_dir, config)
+    name, backend, refused = load_backend(model_dir, config)
     try:
         facts = backend.facts
         context_tokens = _context_tokens(facts, config)
@@ -70,12 +73,13 @@ def load_parts(model_dir: Path, config: EngineConfig, model_id: str) -> Parts:
         blocks=kv.num_blocks,
         block_bytes=layout.block_bytes,
     )
-    return Parts(name, backend, kv, context_tokens)
+    slow_paths = (f"backend {name} computes: {refused}",) if refused else ()
+    return Parts(name, backend, kv, context_tokens, slow_paths)
 
 
 def load_runner(model_dir: Path, config: EngineConfig, model_id: str, bound: CodecBound | None) -> Loaded:
     """Load what `Engine.load` puts together; see there for arguments and errors."""
-    name, backend, kv, context_tokens = load_parts(model_dir, config, model_id)
+    name, backend, kv, context_tokens, slow_paths = load_parts(model_dir, config, model_id)
     facts = backend.facts
     try:
         # A pool of bytes is never coded again, see codec_for.
@@ -87,7 +91,7 @@ def load_runner(model_dir: Path, config: EngineConfig, model_id: str, bound: Cod
         backend.close()
         kv.close()
         raise
-    return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids), grammars)
+    return Loaded(runner, kv, Limits(context_tokens, facts.vocab_tokens, facts.eos_token_ids), grammars, slow_paths)
 
 
 def _pool(layout: BlockLayout, device: str, config: EngineConfig, context_tokens: int) -> KVMemory:

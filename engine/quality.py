@@ -132,7 +132,7 @@ class _Reader:
             }
         )
         with contextlib.ExitStack() as stack:
-            _, backend = load_backend(folder, config)
+            backend = load_backend(folder, config).backend
             stack.callback(backend.close)
             facts = backend.facts
             if format_.kv_dtype not in facts.kv_dtypes:

@@ -167,6 +167,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             transfer=self._endpoint.address,
             limits=self._identity.limits,
             block_bytes=layout.block_bytes,
+            slow_paths=[*engine.slow_paths, *self._endpoint.slow_paths],
         )
 
     def load(self) -> worker_pb2.LoadReport:

@@ -100,6 +100,11 @@ class TransferEndpoint:
         return endpoint
 
     @property
+    def slow_paths(self) -> list[str]:
+        """Say why blocks are copied slowly, if they are."""
+        return [] if (reason := native.refusal()) is None else [f"blocks are copied by memmove, run by run: {reason}"]
+
+    @property
     def num_active(self) -> int:
         """Landings and pushes alive; 0 at rest."""
         return self._receiver.num_active + self._sender.num_active

@@ -100,6 +100,7 @@ class FakeEndpoint:
 
     def __init__(self, network: FakeNetwork, worker_id: str, store: FakeBlockStore, generation: int) -> None:
         self.address = transfer_pb2.TransferAddress(worker_id=worker_id, host_id="fake", generation=generation)
+        self.slow_paths: tuple[str, ...] = ()
         self.store = store
         self.network = network
         self.landings: dict[bytes, FakeLanding] = {}

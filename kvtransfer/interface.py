@@ -99,6 +99,11 @@ class Endpoint(Protocol):
         """Where other workers reach this one; part of the handshake and of each ticket."""
         ...
 
+    @property
+    def slow_paths(self) -> Sequence[str]:
+        """What moves more slowly than it could on this machine, each with its reason; empty: nothing."""
+        ...
+
     def grant(self, block_ids: Sequence[int], first_block: int) -> Landing:
         """Make a ticket for reserved blocks of the own pool.
 

@@ -95,6 +95,7 @@ class HandshakeReply(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    SLOW_PATHS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___WorkerRole.ValueType
     generation: _builtins.int
@@ -112,6 +113,10 @@ class HandshakeReply(_message.Message):
     def transfer(self) -> _transfer_pb2.TransferAddress: ...
     @_builtins.property
     def limits(self) -> Global___WorkerLimits: ...
+    @_builtins.property
+    def slow_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What this worker does more slowly than it could, each with its reason, for people; none: nothing."""
+
     def __init__(
         self,
         *,
@@ -127,10 +132,11 @@ class HandshakeReply(_message.Message):
         transfer: _transfer_pb2.TransferAddress | None = ...,
         limits: Global___WorkerLimits | None = ...,
         block_bytes: _builtins.int = ...,
+        slow_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "block_bytes", b"block_bytes", "context_tokens", b"context_tokens", "generation", b"generation", "hash_probe", b"hash_probe", "layout", b"layout", "limits", b"limits", "model_id", b"model_id", "num_blocks", b"num_blocks", "role", b"role", "transfer", b"transfer", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "block_bytes", b"block_bytes", "context_tokens", b"context_tokens", "generation", b"generation", "hash_probe", b"hash_probe", "layout", b"layout", "limits", b"limits", "model_id", b"model_id", "num_blocks", b"num_blocks", "role", b"role", "slow_paths", b"slow_paths", "transfer", b"transfer", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -130,6 +130,7 @@ def _worker_json(worker: Any) -> dict[str, Any]:
         "transfers": load.transfers,
         "reservations": worker.reservations,
         "backend": worker.handshake.backend,
+        "slow_paths": list(worker.handshake.slow_paths),
         "counters": dict(load.counters),
         "transfer_stats": [
             {
@@ -162,12 +163,12 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
         f"{gateway['requests_total']} requests so far; transports: {', '.join(status['transports']) or 'none used yet'}"
     )
     table = Table(box=box.SIMPLE, title="blocks: free, used, kept; queued: tokens", title_justify="left")
-    for heading in ("worker", "role", "node", "state", "free", "used", "kept", "queued", "running"):
+    for heading in ("worker", "role", "node", "backend", "state", "free", "used", "kept", "queued", "running"):
         table.add_column(heading, no_wrap=True)
     for worker in status["workers"]:
         blocks = worker["blocks"]
         cells = (
-            *(worker[key] for key in ("id", "role", "node", "state")),
+            *(worker[key] for key in ("id", "role", "node", "backend", "state")),
             *(blocks[key] for key in ("free", "used", "kept")),
             *(worker[key] for key in ("queued_tokens", "running_sequences")),
         )

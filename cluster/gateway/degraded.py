@@ -23,7 +23,7 @@ def degraded(router: router_pb2.RouterStatus) -> list[str]:
     """
     if router.counters.get("unreachable"):
         return [f"the router cannot be reached: {router.policy}"]
-    return [*_missing(router.workers), *_silent(router.workers), *_slow(router.workers)]
+    return [*_missing(router.workers), *_silent(router.workers), *_computing(router.workers), *_slow(router.workers)]
 
 
 def _missing(workers: _Workers) -> Iterator[str]:
@@ -51,6 +51,15 @@ def _silent(workers: _Workers) -> Iterator[str]:
     for worker in workers:
         if worker.announces_nothing:
             yield f"{worker.worker_id} announces no cached block: requests are placed as if it had none"
+
+
+def _computing(workers: _Workers) -> Iterator[str]:
+    by_reason: dict[str, list[str]] = {}
+    for worker in workers:
+        for reason in worker.handshake.slow_paths:
+            by_reason.setdefault(reason, []).append(worker.worker_id)
+    for reason, worker_ids in by_reason.items():
+        yield f"slow path on {', '.join(worker_ids)}: {reason}"
 
 
 def _slow(workers: _Workers) -> Iterator[str]:

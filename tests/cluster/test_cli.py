@@ -70,6 +70,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServ
             node="here",
             state="ready",
             load=worker_pb2.LoadReport(blocks_free=5, blocks_used=2, blocks_kept=1, queued_tokens=9),
+            handshake=worker_pb2.HandshakeReply(backend="reference", slow_paths=["no compiler"]),
         )
         return admin_pb2.ClusterStatus(
             workers=[worker],
@@ -131,13 +132,15 @@ def test_status_json_has_every_key(gateway: str) -> None:
     [worker] = status["workers"]
     assert (worker["id"], worker["role"], worker["node"], worker["state"]) == ("decode-0", "decode", "here", "ready")
     assert worker["blocks"] == {"free": 5, "used": 2, "kept": 1}
+    assert (worker["backend"], worker["slow_paths"]) == ("reference", ["no compiler"])
     assert (worker["queued_tokens"], worker["running_sequences"]) == (9, 0)
     assert status["degraded"] == ["no prefill worker can be used: p0 lost"]
 
 
 def test_status_for_people_names_the_workers(gateway: str) -> None:
     shown = baton("status", "--addr", gateway).stdout
-    assert "decode-0" in shown
+    [row] = [line for line in shown.splitlines() if line.startswith("  decode-0")]
+    assert row.split()[:5] == ["decode-0", "decode", "here", "reference", "ready"]
     assert "degraded: no prefill worker can be used: p0 lost\n" in shown
 
 

@@ -101,7 +101,9 @@ class Watch:
 @asynccontextmanager
 async def serving(heartbeat_s: float = 5.0, num_blocks: int = 8) -> AsyncIterator[Bench]:
     engine, loop = FakeEngine(num_blocks=num_blocks), IdleLoop()
+    engine.slow_paths = ("no compiler",)
     endpoint = FakeNetwork().endpoint("w", engine.kv)  # type: ignore[arg-type]  # it needs a BlockStore only
+    endpoint.slow_paths = ("memmove",)
     limits = worker_pb2.WorkerLimits(running_max=3, waiting_max=5, token_budget=7)
     service = WorkerService(Identity("w", worker_pb2.WORKER_ROLE_DECODE, heartbeat_s, limits), engine, endpoint, loop)
     server = RpcServer.bind("127.0.0.1")
@@ -127,6 +129,7 @@ def test_the_handshake_tells_what_callers_compare() -> None:
             assert reply.block_bytes == bench.engine.layout.block_bytes
             assert (reply.num_blocks, reply.context_tokens, reply.backend) == (8, 4096, "fake")
             assert reply.transfer.worker_id == "w"
+            assert list(reply.slow_paths) == ["no compiler", "memmove"]
             assert reply.limits == worker_pb2.WorkerLimits(running_max=3, waiting_max=5, token_budget=7)
 
     asyncio.run(main())

@@ -62,7 +62,7 @@ def test_a_graph_gives_what_the_step_gives_without_one(tiny_model: Callable[[str
 
 
 def test_auto_takes_the_gpu_with_half_precision(tiny_model: Callable[[str], Path]) -> None:
-    name, backend = load_backend(tiny_model("llama"), EngineConfig())
+    name, backend, _ = load_backend(tiny_model("llama"), EngineConfig())
 
     assert name == "cuda"
     assert backend.facts.weights in ("bf16", "fp16")

@@ -256,6 +256,7 @@ class FaultyEndpoint:
             num_blocks=store.num_blocks,
         )
         self.address = transfer_pb2.TransferAddress(worker_id=worker_id, generation=1)
+        self.slow_paths: tuple[str, ...] = ()
         self.counters = TransferCounters()
         self._network = network
         self.receiver = Receiver(hello, pool, config, self.counters)

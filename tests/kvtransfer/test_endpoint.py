@@ -126,7 +126,7 @@ def test_on_a_new_machine_an_endpoint_compiles_all_that_it_needs_when_it_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    native.library.cache_clear()
+    native.load.cache_clear()
     quantising.library.cache_clear()
 
     async def test() -> None:

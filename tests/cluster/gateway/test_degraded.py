@@ -24,6 +24,11 @@ SLOW = worker_pb2.LoadReport(
         worker_pb2.TransferStats(peer_worker_id="d1", transport="shm"),
     ]
 )
+NO_COMPILER, NO_AVX2 = (
+    "backend reference computes: backend cpu: no C++ compiler found",
+    "backend reference computes: backend cpu: this machine has no AVX2",
+)
+MEMMOVE = "blocks are copied by memmove, run by run: no C++ compiler found"
 CASES = [
     pytest.param([worker("p0", PREFILL), worker("d0", DECODE)], [], id="whole"),
     pytest.param(
@@ -48,6 +53,20 @@ CASES = [
             "p0 and d0 use tcp, slower than expected",
         ],
         id="silent and slow",
+    ),
+    pytest.param(
+        [
+            worker("p0", PREFILL, handshake=worker_pb2.HandshakeReply(slow_paths=[NO_COMPILER, MEMMOVE])),
+            worker("d0", DECODE, handshake=worker_pb2.HandshakeReply(slow_paths=[NO_COMPILER, MEMMOVE])),
+            worker("d1", DECODE, handshake=worker_pb2.HandshakeReply(slow_paths=[NO_AVX2])),
+            worker("d2", DECODE, handshake=worker_pb2.HandshakeReply(backend="cpu")),
+        ],
+        [
+            f"slow path on p0, d0: {NO_COMPILER}",
+            f"slow path on p0, d0: {MEMMOVE}",
+            f"slow path on d1: {NO_AVX2}",
+        ],
+        id="computing slowly",
     ),
 ]
 

@@ -294,7 +294,7 @@ def test_where_torch_sees_no_gpu_the_backend_says_so_and_auto_passes_it_over(tin
     for config in (EngineConfig(backend="cuda"), EngineConfig(backend="reference", device="cuda")):
         with pytest.raises(ConfigError, match=f"backend {config.backend}: torch sees no GPU here"):
             load_backend(folder, config)
-    name, backend = load_backend(folder, EngineConfig(weights="fp32"))
+    name, backend, _ = load_backend(folder, EngineConfig(weights="fp32"))
 
     assert name != "cuda"
     backend.close()
