@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError, Message
 
 from common.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from common.fair_thread import FairThread
-from common.patience import Patience
 from common.rich_status import path_in
 from common.status import abort_rpc
+from common.waits import Waits
 from common.wire_fields import has_more_fields
 
 Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
@@ -80,36 +80,65 @@ class _Malformed:
         self.reason = reason
 
 
-class _Writer:
-    """A call's context for its handler, which is cancelled when the client takes no message for too long."""
+class _Waiting(NamedTuple):
+    """How long the calls of one server wait for their clients; None: for ever."""
 
-    def __init__(self, context: Any, unread_s: float, task: asyncio.Task[Any]) -> None:
-        self.is_late = False
+    arrivals: Waits | None
+    writes: Waits | None
+
+
+class _Attended:
+    """A call's context for its handler, which is cancelled when the client keeps it waiting for too long."""
+
+    def __init__(self, context: Any, task: asyncio.Task[Any], waiting: _Waiting) -> None:
+        self.late: BatonError | None = None
+        """Why it was cancelled, if it was."""
         self.is_stuck = False
         """The first message has not left. gRPC sends the call's headers with it and would send them again with a
         status, which fails: nothing can be told to this client."""
         self._has_written = False
-        self._context = context
+        self.context = context
         self._task = task
-        self._patience = Patience(unread_s, self._late)
+        self._waiting = waiting
+
+    async def read(self) -> Any:
+        """Return the call's one message."""
+        if (arrivals := self._waiting.arrivals) is None:
+            return await self.context.read()
+        arrivals.begin(self._no_message)
+        try:
+            return await self.context.read()
+        finally:
+            arrivals.end(self._no_message)
 
     async def write(self, message: Any) -> None:
         """Send a message; returns when there is room for the next one."""
-        self._patience.begin()
+        if (writes := self._waiting.writes) is not None:
+            writes.begin(self._unread)
         self.is_stuck = not self._has_written
-        await self._context.write(message)
+        await self.context.write(message)
         self._has_written, self.is_stuck = True, False
-        self._patience.end()
+        if writes is not None:
+            writes.end(self._unread)
 
     def close(self) -> None:
         """End the watch."""
-        self._patience.close()
+        if self._waiting.writes is not None:
+            self._waiting.writes.end(self._unread)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+        return getattr(self.context, name)
 
-    def _late(self) -> None:
-        self.is_late = True
+    def _no_message(self) -> None:
+        assert self._waiting.arrivals is not None
+        self._cut(DeadlineError(f"the message did not arrive within {self._waiting.arrivals.limit_s:g} s"))
+
+    def _unread(self) -> None:
+        assert self._waiting.writes is not None
+        self._cut(OverloadedError(f"no message was taken for {self._waiting.writes.limit_s:g} s"))
+
+    def _cut(self, error: BatonError) -> None:
+        self.late = error
         self._task.cancel()
 
 
@@ -136,9 +165,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             enter: counts calls; None: nobody does.
         """
         self._admit = admit
-        self._arrival_s = arrival_s
+        self._waiting = _Waiting(
+            None if arrival_s is None else Waits(arrival_s), None if unread_s is None else Waits(unread_s)
+        )
         self._reading = _Reading(thread or FairThread("messages"), fields_max)
-        self._unread_s = unread_s
         self._enter = enter
         self._guarded: dict[str, Any] = {}
         """By method; of those that there are."""
@@ -177,17 +207,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             guarded = self._guarded[details.method] = self._wrapped(handler)
         return guarded
 
-    async def _arrived(self, context: Any) -> Any:
-        """Return a call's one message. A call without it would cost its client nothing, and us memory."""
-        try:
-            async with asyncio.timeout(self._arrival_s):
-                message = await context.read()
-        except TimeoutError as error:
-            raise DeadlineError(f"the message did not arrive within {self._arrival_s:g} s") from error
-        if message is _EOF:
-            raise InvalidRequestError("the call has no message")
-        return message
-
     def _wrapped(self, handler: Any) -> Any:
         read: Read | None = handler.request_deserializer
         # As calls of streams, all of them: so it is here that a single message is waited for, and not for ever.
@@ -202,52 +221,58 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
 
         async def guarded(requests: Any, context: Any) -> Any:
-            request = writer = None
+            request = None
             task = asyncio.current_task()
             assert task is not None, "gRPC serves each call in a task of its own"
             self._calls.add(task)
+            call = _Attended(context, task, self._waiting)
             try:
                 if self._enter is not None:
                     left = self._enter(context.peer())
                     context.add_done_callback(lambda _: left())
-                if self._unread_s is not None and handler.response_streaming:
-                    context = writer = _Writer(context, self._unread_s, task)
                 if handler.request_streaming:
                     request = self._reading.messages(requests, read)
                 else:
-                    request = await self._reading.message(await self._arrived(context), read)
-                result = serve(request, context)
+                    request = await self._reading.message(await _arrived(call), read)
+                result = serve(request, call)
                 if not hasattr(result, "__aiter__"):
                     return await result
                 async with aclosing(result):
                     async for response in result:
-                        await context.write(response)
+                        await call.write(response)
             except asyncio.CancelledError:
-                if writer is not None and writer.is_late:
+                if call.late is not None:
                     task.uncancel()
-                    await _abort(context, OverloadedError(f"no message was taken for {self._unread_s:g} s"))
-                if self._end is None or (writer is not None and writer.is_stuck):
+                    await _abort(call, call.late)
+                if self._end is None or call.is_stuck:
                     raise  # by its client; or nothing can be told to it
                 await abort_rpc(context, self._end)
             except BatonError as error:
-                await _abort(context, error, path_in(request) if isinstance(request, Message) else str)
+                await _abort(call, error, path_in(request) if isinstance(request, Message) else str)
             finally:
                 self._calls.discard(task)
-                if writer is not None:
-                    writer.close()
+                call.close()
             return None
 
         return make(guarded, None if read is None else _small(read), handler.response_serializer)
 
 
-async def _abort(context: Any, error: BatonError, path: Callable[[str], str] = str) -> None:
+async def _arrived(call: _Attended) -> Any:
+    """Return a call's one message. A call without it would cost its client nothing, and us memory."""
+    message = await call.read()
+    if message is _EOF:
+        raise InvalidRequestError("the call has no message")
+    return message
+
+
+async def _abort(call: _Attended, error: BatonError, path: Callable[[str], str] = str) -> None:
     """End a call with an error.
 
     Its client may never read it: the call stays open until what was sent before is taken, or the client leaves.
     """
-    if isinstance(context, _Writer) and context.is_stuck:
+    if call.is_stuck:
         await asyncio.get_running_loop().create_future()  # until the client leaves, or the server stops
-    await abort_rpc(context, error, path)
+    await abort_rpc(call.context, error, path)
 
 
 def _refusing(error: BatonError) -> Any:

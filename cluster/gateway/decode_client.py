@@ -13,9 +13,9 @@ from cluster.gateway.outbox import Outbox
 from cluster.gateway.turns import Turns
 from common.errors import BatonError, DeadlineError, OverloadedError, WorkerLostError
 from common.logs import log
-from common.patience import Patience
 from common.rpc import open_channel
 from common.status import error_from_pb, error_from_rpc
+from common.waits import Waits
 
 _LOG = logging.getLogger(__name__)
 _OUTBOX_MAX = 4096
@@ -54,14 +54,16 @@ class StreamLimits(NamedTuple):
 class SequenceStream:
     """One sequence's tokens, as one request reads them. Outputs that wait add up; there is a limit to them."""
 
-    def __init__(self, client: "DecodeClient", request_id: str, limits: StreamLimits, turns: Turns) -> None:
+    def __init__(
+        self, client: "DecodeClient", request_id: str, limits: StreamLimits, turns: Turns, waits: Waits
+    ) -> None:
         self.request_id = request_id
         self.on_end: Callable[[worker_pb2.SequenceFinished | None, int], None] | None = None
         """Called at the end, however late that is read: with the summary, unless it failed, and the tokens unread."""
         self._client = client
         self._limits = limits
         self._turns = turns
-        self._patience = Patience(limits.token_wait_s, self._late)
+        self._waits = waits
         self._has_begun = False
         self._waits_for_turn = False
         self._is_closed = False
@@ -77,11 +79,11 @@ class SequenceStream:
             DeadlineError: none came for too long.
             BatonError: what ended the sequence, after all its tokens were taken.
         """
-        self._patience.begin()
+        self._waits.begin(self._late)
         while self._waits_for_turn or not (self._tokens or self._is_ended):
             self._changed.clear()
             await self._changed.wait()
-        self._patience.end()
+        self._waits.end(self._late)
         self._has_begun = True
         if self._error is not None and not self._tokens:
             raise self._error
@@ -106,7 +108,7 @@ class SequenceStream:
     def close(self) -> None:
         """Give up the rest: a sequence that has not ended is cancelled at the worker. Idempotent."""
         self._is_closed = True
-        self._patience.close()
+        self._waits.end(self._late)
         if not self._is_ended:
             self._client.cancel(self.request_id, wants_summary=False)
         self._client.forget(self.request_id)
@@ -166,11 +168,12 @@ class SequenceStream:
 class DecodeClient:
     """The session with one decode worker. When it breaks, all its streams fail at once and it is of no more use."""
 
-    def __init__(self, worker_id: str, address: str, gateway_id: str, turns: Turns) -> None:
+    def __init__(self, worker_id: str, address: str, gateway_id: str, turns: Turns, waits: Waits) -> None:
         self.is_open = True
         """False: it has failed its streams and would never serve another."""
         self._worker_id = worker_id
         self._turns = turns
+        self._waits = waits
         self._channel = open_channel(address)
         attach = worker_pb2.DecodeCommand(attach=worker_pb2.Attach(gateway_id=gateway_id))
         self._outbox = Outbox(_OUTBOX_MAX, attach, _together)
@@ -181,7 +184,7 @@ class DecodeClient:
     def start(self, request: worker_pb2.StartRequest, limits: StreamLimits) -> SequenceStream:
         """Start a sequence under an id that no other one has."""
         assert request.request_id not in self._streams
-        stream = SequenceStream(self, request.request_id, limits, self._turns)
+        stream = SequenceStream(self, request.request_id, limits, self._turns, self._waits)
         self._streams[request.request_id] = stream
         self._send(worker_pb2.DecodeCommand(start=request))
         return stream
@@ -244,6 +247,7 @@ class DecodeClients:
         self._gateway_id = gateway_id
         self._limits = limits
         self._turns = Turns(_TURNS_AT_ONCE)
+        self._waits = Waits(limits.token_wait_s)
         self._clients: dict[tuple[str, str], DecodeClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -252,7 +256,7 @@ class DecodeClients:
         key = (worker_id, address)
         client = self._clients.get(key)
         if client is None or not client.is_open:
-            client = self._clients[key] = DecodeClient(worker_id, address, self._gateway_id, self._turns)
+            client = self._clients[key] = DecodeClient(worker_id, address, self._gateway_id, self._turns, self._waits)
             task = asyncio.create_task(client.run(), name=f"decode session {worker_id}")
             self._tasks.add(task)
             task.add_done_callback(self._ended(key, client))

@@ -119,7 +119,7 @@ async def _backend() -> None:
 
 
 async def _gateway(router: str, model_dir: Path) -> None:
-    limits = HttpConfig(connections_max=STREAMS_MAX, keepalive_s=600.0)
+    limits = HttpConfig(keepalive_s=600.0)
     config = GatewayConfig(grpc_port=0, http_port=0, running_max=STREAMS_MAX, http=limits)
     gateway = await GatewayServer.start(config, model_dir, MODEL, router)
     _say({"grpc": gateway.grpc_address, "http": gateway.http_address})

@@ -37,6 +37,7 @@ from common.logs import log
 from common.rpc_guard import INLINE_BYTES_MAX
 from common.text import Text
 from common.tls import TlsFiles
+from common.waits import Waits
 
 _LOG = logging.getLogger(__name__)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -68,6 +69,7 @@ class HttpFace:
         self._parts = parts
         self._services = TextService(parts.generator, parts.tokenizing, parts.text)
         self._hosting: HttpHost | None = None
+        self._unread = Waits(config.unread_s)
         self._requests = Shares("HTTP requests", config.connections_max)
         self._endpoints: dict[str, tuple[str, Endpoint]] = {
             "/v1/chat/completions": ("POST", self._chat),
@@ -115,6 +117,7 @@ class HttpFace:
             receive,
             send,
             self._config,
+            self._unread,
             limit_s,
             lambda: hosting.abort(scope["client"]),
             lambda: is_one_too_many or self._parts.door.is_shut,

@@ -16,7 +16,7 @@ from cluster.gateway.http.refusals import HttpError, Refusal
 from cluster.gateway.request import REQUEST_ID_CHARACTERS_MAX
 from common.config_doors import HttpConfig
 from common.errors import CancelledRequestError, InvalidRequestError
-from common.patience import Patience
+from common.waits import Waits
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
@@ -39,6 +39,7 @@ class Exchange:
         receive: Receive,
         send: Send,
         limits: HttpConfig,
+        unread: Waits,
         timeout_s: float,
         cut: Callable[[], None],
         is_last: Callable[[], bool],
@@ -50,6 +51,7 @@ class Exchange:
             receive: ASGI's.
             send: ASGI's.
             limits: for sizes and waits.
+            unread: watches over clients that take nothing.
             timeout_s: most time that the request may have.
             cut: drops the connection at once.
             is_last: whether the connection takes no further request.
@@ -73,7 +75,7 @@ class Exchange:
         self._limits = limits
         self._cut = cut
         self._is_last = is_last
-        self._patience = Patience(limits.unread_s, self._late)
+        self._unread = unread
         self._was_cut = False
         self._streams = False
         self._is_complete = False
@@ -182,15 +184,15 @@ class Exchange:
 
     async def _send(self, message: Message) -> None:
         """Send, or cut the connection when the client takes nothing."""
-        self._patience.begin()
+        self._unread.begin(self._late)
         await self._asgi_send(message)  # a connection that was cut takes everything
-        self._patience.end()
+        self._unread.end(self._late)
         if self._was_cut:
             raise CancelledRequestError(f"the client took no bytes for {self._limits.unread_s:g} s")
 
     def close(self) -> None:
         """End the watch over a client that takes nothing. Nothing may be sent afterwards."""
-        self._patience.close()
+        self._unread.end(self._late)
 
     def _late(self) -> None:
         self._was_cut = self._is_complete = True
