@@ -4,16 +4,19 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
+from cluster.cli import one_line_errors
 from cluster.model_store import prepare
+from common.config import TransferConfig
 from common.config_file import load
 from common.errors import ConfigError
 from loadtest.bench.common import BenchRow, publish
 
 TIMEOUT_S = 900.0
+CODECS = [name for name in get_args(TransferConfig.model_fields["codec"].annotation) if name != "auto"]
 KL_GOAL = load(None, []).transfer.codec_kl_max
 MB = 1e6
 
@@ -23,7 +26,11 @@ def main(
     codecs: Annotated[str, typer.Option(help="Which.")] = "lossless,int8,fp8",
 ) -> None:
     """Measure codecs on the configured model: KL divergence of next tokens, greedy agreement, size, rates of a core."""
-    publish("codecs", asyncio.run(_rows(settings, codecs)))
+    with one_line_errors():
+        for name in codecs.split(","):
+            if name not in CODECS:
+                raise ConfigError(f"--codecs {name!r} is none of {', '.join(CODECS)}")
+        publish("codecs", asyncio.run(_rows(settings, codecs)))
 
 
 async def _rows(settings: Sequence[str], codecs: str) -> list[BenchRow]:

@@ -160,9 +160,14 @@ _AMBIGUOUS = "a0+\n" + "".join(f"a{i}: a{i + 1} | a{i + 1} a{i + 1}\n" for i in 
 """Each mask is reckoned from thousands of ways to read what there is; with a large vocabulary it took 0.4 s."""
 _WIDE = " | ".join(f'"a" /{number}b*/' for number in range(3 * CHOICES_MAX))
 
+_ALIKE = " | ".join(f"/[a-z]+{chr(97 + number % 26)}{chr(97 + number // 26)}/" for number in range(500))
+"""Any of them may have begun after each letter."""
+
 
 @pytest.mark.parametrize(
-    ("rule", "words"), [(_AMBIGUOUS, "after 0 tokens"), (_WIDE, "at token 0")], ids=["ambiguous", "wide"]
+    ("rule", "words"),
+    [(_AMBIGUOUS, "after 0 tokens"), (_WIDE, "at token 0"), (_ALIKE, "after 0 tokens")],
+    ids=["ambiguous", "wide", "alike"],
 )
 def test_a_grammar_that_takes_long_to_follow_ends_its_request_as_the_clients_fault(
     folder: Path, grammars: Grammars, rule: str, words: str

@@ -172,14 +172,17 @@ def test_a_set_up_error_is_one_line(echo: str, arguments: list[str], code: int, 
 
 
 @pytest.mark.parametrize(
-    ("option", "name", "words"),
+    ("name", "option", "value", "words"),
     [
-        ("--only", "carrier pigeon", "'carrier pigeon' begins none of the means: memcpy in one process; "),
-        ("--work", "nothing", "'nothing' is none of demo, 8b,"),
+        ("transfer", "--only", "carrier pigeon", "'carrier pigeon' begins none of the means: memcpy in one process; "),
+        ("transfer", "--work", "nothing", "'nothing' is none of demo, 8b,"),
+        ("codecs", "--codecs", "int8,morse", "--codecs 'morse' is none of raw, lossless, int8, fp8"),
+        ("codecs", "--codecs", "", "--codecs '' is none of raw, lossless, int8, fp8"),
+        ("codecs", "--set", "engine.colour=red", "engine.colour"),
     ],
 )
-def test_a_benchmark_of_nothing_is_refused_with_what_there_is(option: str, name: str, words: str) -> None:
-    done = CliRunner().invoke(bench_app, ["bench", "transfer", option, name])
+def test_a_benchmark_of_nothing_is_refused_with_what_there_is(name: str, option: str, value: str, words: str) -> None:
+    done = CliRunner().invoke(bench_app, ["bench", name, option, value])
 
     assert done.exit_code == 2
     assert words in done.stderr
