@@ -6,10 +6,8 @@ from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.errors import WorkerLostError
 from common.status import error_from_rpc
 from engine.peer_channels import PeerChannels
+from engine.worker_times import FETCH_MAX_S
 from kvtransfer.interface import Endpoint
-
-FETCH_S = 5.0
-"""Longest time for a fetch: what takes longer is computed sooner."""
 
 
 class PrefixFetcher:
@@ -35,7 +33,9 @@ class PrefixFetcher:
         """
         landing = self._endpoint.grant(blocks, first_block)
         try:
-            await self._ask(holder, worker_pb2.FetchRequest(hashes=hashes, ticket=landing.ticket, timeout_s=FETCH_S))
+            await self._ask(
+                holder, worker_pb2.FetchRequest(hashes=hashes, ticket=landing.ticket, timeout_s=FETCH_MAX_S)
+            )
             await landing.landed()
         finally:
             await landing.abort("the fetch was given up")  # nothing, after it has landed
@@ -48,7 +48,7 @@ class PrefixFetcher:
         """Let the holder push. Raises its own error."""
         async with self._channels.use(holder.address) as peer:
             try:
-                await worker_pb2_grpc.HolderStub(peer.channel).Fetch(request, timeout=FETCH_S)
+                await worker_pb2_grpc.HolderStub(peer.channel).Fetch(request, timeout=FETCH_MAX_S)
             except grpc.RpcError as error:
                 typed = error_from_rpc(error)
                 peer.is_lost = peer.is_lost or isinstance(typed, WorkerLostError)

@@ -13,10 +13,9 @@ from common.chain_hash import probe
 from common.status import rpc_errors_to_status
 from engine.cache_log import CacheChange, CacheTier
 from engine.engine import Engine
+from engine.worker_times import REPORT_INTERVAL_S
 from kvtransfer.interface import Endpoint
 
-REPORT_INTERVAL_S = 0.03
-"""Shortest time between two reports of one Watch: what changes faster is sent together."""
 HEARTBEAT_MIN_S = 0.05
 PENDING_HASHES_MAX = 1 << 16
 """Unsent hashes of one Watch beyond which they are dropped and a snapshot follows."""

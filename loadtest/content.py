@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,7 @@ teacher force
 _WORDS = _WORD_LIST.split()
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """The first `num_tokens` tokens of the endless run that `content_id` (0 to 2**64 - 1) names."""
 
     content_id: int
@@ -45,8 +45,7 @@ class TokenRun:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(NamedTuple):
     """A prompt by token ids."""
 
     parts: tuple[Segment | TokenRun, ...]

@@ -7,15 +7,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import ConfigError
 
 FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTiming:
+class ServerTiming(NamedTuple):
     """What the server said about its own part; seconds. See Timing in common.proto."""
 
     ttft_s: float
@@ -25,8 +24,7 @@ class ServerTiming:
     first_decode_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(NamedTuple):
     """One request, seen from the client."""
 
     request_id: str
@@ -152,7 +150,8 @@ class RunFile:
 
 
 def _to_json(record: RequestRecord) -> dict[str, Any]:
-    tree = asdict(record)
+    tree = record._asdict()
+    tree["server"] = None if record.server is None else record.server._asdict()
     tree["gaps_s"] = [round(gap, 6) for gap in record.gaps_s]
     return tree
 

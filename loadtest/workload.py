@@ -1,12 +1,11 @@
 """What is asked: sessions of one or more turns, made from a few numbers and a seed, or from a trace."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 import yaml
@@ -23,8 +22,7 @@ _T = TypeVar("_T")
 Spread = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One request of a session. From the second turn on, `prompt` is only what the user adds."""
 
     prompt: Prompt
@@ -33,8 +31,7 @@ class Turn:
     """From the end of the previous answer to this turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(NamedTuple):
     """What one user asks, turn after turn; each turn waits for the answer before it."""
 
     number: int

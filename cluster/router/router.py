@@ -15,12 +15,12 @@ from cluster.router.hot_prefixes import Hot, HotPrefixes
 from cluster.router.ledger import Chosen, Ledger
 from cluster.router.local_prefills import LocalPrefills
 from cluster.router.placement import PlacementRequest, Reservation
-from cluster.router.policies.cost import Cost
 from cluster.router.policies.policy import Choice, Policy
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.question import Candidate, Question
 from cluster.router.room import AHEAD_S, has_room, those_with_room
 from cluster.router.step_model import STARTING, StepModel
+from cluster.router.weighing import weigh
 from cluster.router.worker import Account, Role, State, Worker, WorkerFacts, WorkerInfo, WorkerLoad
 from cluster.router.worker_table import WorkerTable
 from common.clock import Clock, MonotonicClock
@@ -61,7 +61,6 @@ class Router:
         self.placements_total = 0
         self._rng = rng
         self._clock = clock or MonotonicClock()
-        self._predictor = Cost()
         self._agreement = Agreement()
         self._ledger = Ledger(self._clock, self.counters, lambda worker_id: self.index.holds_any(worker_id))
         self.expected = self._ledger.expected
@@ -99,7 +98,7 @@ class Router:
             InvalidRequestError: as `place`.
         """
         question = self._question(request, self.hot_prefixes.look)
-        return self._predictor.weigh(question, self._rng).harmless().least()
+        return weigh(question, self._rng).harmless().least()
 
     def has_room(self) -> bool:
         """Whether a request that is placed now goes to workers that are not full. True also when there are none."""

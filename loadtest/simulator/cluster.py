@@ -18,13 +18,14 @@ from cluster.router.router import Router
 from cluster.router.worker import Role, WorkerFacts, WorkerInfo, WorkerLoad
 from common.config import RouterConfig
 from common.errors import BatonError, ConfigError
+from engine.worker_times import FETCH_MAX_S, REPORT_INTERVAL_S
 from loadtest.records import RequestRecord, ServerTiming
 from loadtest.simulator.decode import DecodeWorker
 from loadtest.simulator.events import Timeline
 from loadtest.simulator.job import Job
 from loadtest.simulator.prefill import PrefillWorker
 from loadtest.simulator.profile import Profile
-from loadtest.simulator.worker import FETCH_MAX_S, REPORT_INTERVAL_S, Link, SimulatedWorker, transfer
+from loadtest.simulator.worker import Link, SimulatedWorker, transfer
 
 
 @dataclass(frozen=True, slots=True)

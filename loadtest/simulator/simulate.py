@@ -23,9 +23,6 @@ from loadtest.workload import Session, take
 _GAPS_SESSIONS_MAX = 20_000
 """Beyond so many sessions, single gaps between tokens are not kept: they would fill the memory."""
 
-_GC_THRESHOLDS = (100_000, 20, 100)
-"""Python's own are (700, 10, 10): with them a sixth of a simulation's time goes into looking for garbage."""
-
 
 class Simulation:
     """One plan, one cluster, one virtual clock. The same plan, shape and profile give the same records."""
@@ -55,7 +52,7 @@ class Simulation:
                     self._next_of_user(sessions, think_s)
             case _:
                 self._next_arrival(timed(sessions, plan.arrival, plan.options.seed))
-        with _garbage_seldom_looked_for():
+        with _garbage_not_looked_for():
             self._timeline.run()
         self.cluster.check_idle()
         return self.records
@@ -150,19 +147,15 @@ def simulated_goodput(plan: Plan, profile: Profile, shape: ClusterShape, search:
 
 
 @contextmanager
-def _garbage_seldom_looked_for() -> Iterator[None]:
-    """Look for garbage seldom within the block: a simulation makes few cycles, and its state is large to go through."""
-    thresholds, has_frozen = gc.get_threshold(), gc.get_freeze_count() == 0
-    if has_frozen:
-        gc.freeze()
-    if thresholds[0]:  # somebody who has turned it off keeps it so
-        gc.set_threshold(*_GC_THRESHOLDS)
+def _garbage_not_looked_for() -> Iterator[None]:
+    """Look for no garbage within the block: a simulation leaves no cycles, and its state is large to go through."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
-        if has_frozen:
-            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _num_sessions(plan: Plan, window: int) -> float:

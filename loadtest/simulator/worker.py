@@ -11,13 +11,6 @@ from loadtest.simulator.profile import Profile
 from loadtest.simulator.sequence import SimulatedSequence
 from loadtest.simulator.step_count import StepCount
 
-REPORT_INTERVAL_S = 0.03
-"""Shortest time between two reports of a worker, as in engine/service.py: what changes meanwhile is told together."""
-
-
-FETCH_MAX_S = 5.0
-"""Longest time for a fetch, as in engine/prefix_fetch.py."""
-
 
 class Link:
     """One worker's network: transfers go one after the other."""

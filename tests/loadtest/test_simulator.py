@@ -283,6 +283,21 @@ def test_a_simulation_leaves_garbage_collection_as_it_was() -> None:
     assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == before
 
 
+def test_a_simulation_leaves_no_cycles_so_that_nobody_need_look_for_garbage() -> None:
+    crowd = plan("conversation:turns=3,user_tokens=300,output_tokens=30", "poisson:rate=6", 100)
+    asking = replace(crowd, options=replace(crowd.options, targets=SLO))
+    simulation = Simulation(asking, PROFILE, ClusterShape(1, 1, 1))
+    gc.collect()
+    gc.disable()
+
+    ended = simulation.run()
+    num_found = gc.collect()
+    gc.enable()
+
+    assert {record.error for record in ended} == {None, "OverloadedError"}
+    assert num_found == 0
+
+
 def test_the_command_simulates_and_shows_the_same_summary() -> None:
     result = CliRunner().invoke(app, ["simulate", "-n", "5", "--prefill", "2", "--decode", "1", "--json"])
 

@@ -14,6 +14,7 @@ from cluster.router.policies.cost import Cost
 from cluster.router.prefix_index import PrefixIndex
 from cluster.router.question import Candidate, Group, Outlook, Question, TrackedGroup
 from cluster.router.step_model import StepModel
+from cluster.router.weighing import weigh
 from common.chain_hash import chain_hashes
 
 BLOCK = 16
@@ -121,7 +122,7 @@ def test_harmless_pairs_stop_no_sequence_that_another_worker_could_spare(questio
 @settings(max_examples=150, deadline=None)
 def test_the_cost_policy_decides_as_a_look_at_every_pair_does(question: Question, seed: int) -> None:
     rng = Random(seed)
-    fit = the_fit(list(Cost().weigh(question, rng)))
+    fit = the_fit(list(weigh(question, rng)))
     best = min(fit, key=lambda pair: pair.total_s)
     most = best.total_s + EQUAL.share * best.first.ttft_s + EQUAL.seconds
     expected = rng.choice([pair for pair in fit if pair.total_s <= most])
