@@ -159,6 +159,11 @@ class GatewayConfig(Node):
     calls_max: Positive = 16_384
     """Most gRPC calls at once, of all kinds; beyond it a call is refused with RESOURCE_EXHAUSTED. When three quarters
     are open, each tenant (where none is known, each address) may have its equal share and no more."""
+    arriving_max: Positive = 64
+    """Of one tenant (where none is known, one address): messages, and bodies above 64 KiB, that arrive and are read at
+    once. Further ones wait for those; each may take memory for its largest size."""
+    streams_max: Positive = 256
+    """Of one tenant, as above: gRPC calls that carry many requests, as Triton's streams do."""
     grpc_connections_max: Positive = 16_384
     """Most gRPC connections; a further one is closed at once."""
     idle_s: Seconds = 300.0

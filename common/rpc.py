@@ -43,6 +43,8 @@ class ClientLimits(NamedTuple):
     def options(self) -> Options:
         """Return the server's options."""
         return [
+            # Else a stream may send up to 128 MB that nobody asks for. Who waits for a message has room made for it.
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.max_allowed_incoming_connections", self.connections_max),
             ("grpc.server_handshake_timeout_ms", _milliseconds(self.arrival_s)),
             ("grpc.max_connection_idle_ms", _milliseconds(self.idle_s)),

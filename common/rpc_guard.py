@@ -19,6 +19,7 @@ from common.errors import BatonError, DeadlineError, InvalidRequestError, Overlo
 from common.fair_thread import FairThread
 from common.rich_status import path_in
 from common.status import abort_rpc
+from common.turnstile import Turnstile
 from common.waits import Waits
 from common.wire_fields import has_more_fields
 
@@ -26,13 +27,31 @@ Admit = Callable[[str, Mapping[str, str]], Awaitable[None]]
 """Called with a call's full method name and its metadata, in the call's own task; raises a BatonError to refuse it."""
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+_RETRY_AFTER_S = 1.0
 INLINE_BYTES_MAX = 64 * 1024
 """Of a message, or of an HTTP body: takes 10 ms at most to read. Larger ones are read on a thread."""
 
 Read = Callable[[bytes], Any]
-Enter = Callable[[str], Callable[[], None]]
-"""Called with a call's peer as gRPC names it, in the call's own task; returns what is to be called when the call has
-ended, whatever its client has read of it. Raises a BatonError to refuse it."""
+
+
+class Entered(NamedTuple):
+    """What it means that a call was let in."""
+
+    holder: str
+    """Who has it."""
+    leave: Callable[[], None]
+    """To be called when the call has ended, whatever its client has read of it."""
+
+
+class Sharing(NamedTuple):
+    """How the calls of strangers are counted and bounded."""
+
+    enter: Callable[[str], Entered]
+    """Called with a call's peer as gRPC names it, in the call's own task; raises a BatonError to refuse it."""
+    arrivals: Turnstile
+    """For messages that arrive and are read: a client may send any part of one, and memory is held for it."""
+    streams: Turnstile
+    """For calls of many messages, each of which may come as slowly as it likes."""
 
 
 class _Large:
@@ -152,7 +171,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         fields_max: int | None = None,
         thread: FairThread | None = None,
         unread_s: float | None = None,
-        enter: Enter | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Stand before calls.
 
@@ -162,14 +181,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             fields_max: how many fields a large message may have; None: any number.
             thread: where large messages are read; one of its own unless given.
             unread_s: how long a client may leave an answer untaken; None: for ever.
-            enter: counts calls; None: nobody does.
+            sharing: bounds what one client may hold; None: nothing does.
         """
         self._admit = admit
         self._waiting = _Waiting(
             None if arrival_s is None else Waits(arrival_s), None if unread_s is None else Waits(unread_s)
         )
         self._reading = _Reading(thread or FairThread("messages"), fields_max)
-        self._enter = enter
+        self._sharing = sharing
         self._guarded: dict[str, Any] = {}
         """By method; of those that there are."""
         self._calls = set[asyncio.Task[Any]]()
@@ -207,6 +226,30 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             guarded = self._guarded[details.method] = self._wrapped(handler)
         return guarded
 
+    def _entered(self, context: Any) -> str:
+        """Count a call and return who has it."""
+        if self._sharing is None:
+            return ""
+        entered = self._sharing.enter(context.peer())
+        context.add_done_callback(lambda _: entered.leave())
+        return entered.holder
+
+    def _begun_stream(self, holder: str) -> str | None:
+        """Count a call of many messages; return whose it is, if that is counted."""
+        if self._sharing is None:
+            return None
+        streams = self._sharing.streams
+        if not streams.take(holder):
+            raise OverloadedError(f"{holder} may have {streams.most} streams of requests open", _RETRY_AFTER_S)
+        return holder
+
+    async def _message(self, call: _Attended, holder: str, read: Read | None) -> Any:
+        """Return a call's one message, when it has arrived and is read."""
+        if self._sharing is None:
+            return await self._reading.message(await _arrived(call), read)
+        async with self._sharing.arrivals.turn(holder):
+            return await self._reading.message(await _arrived(call), read)
+
     def _wrapped(self, handler: Any) -> Any:
         read: Read | None = handler.request_deserializer
         # As calls of streams, all of them: so it is here that a single message is waited for, and not for ever.
@@ -221,19 +264,18 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 make, serve = grpc.stream_stream_rpc_method_handler, handler.stream_stream
 
         async def guarded(requests: Any, context: Any) -> Any:
-            request = None
+            request = streams_of = None
             task = asyncio.current_task()
             assert task is not None, "gRPC serves each call in a task of its own"
             self._calls.add(task)
             call = _Attended(context, task, self._waiting)
             try:
-                if self._enter is not None:
-                    left = self._enter(context.peer())
-                    context.add_done_callback(lambda _: left())
+                holder = self._entered(context)
                 if handler.request_streaming:
+                    streams_of = self._begun_stream(holder)
                     request = self._reading.messages(requests, read)
                 else:
-                    request = await self._reading.message(await _arrived(call), read)
+                    request = await self._message(call, holder, read)
                 result = serve(request, call)
                 if not hasattr(result, "__aiter__"):
                     return await result
@@ -252,6 +294,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             finally:
                 self._calls.discard(task)
                 call.close()
+                if streams_of is not None and self._sharing is not None:
+                    self._sharing.streams.leave(streams_of)
             return None
 
         return make(guarded, None if read is None else _small(read), handler.response_serializer)

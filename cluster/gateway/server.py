@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -36,9 +35,10 @@ from common.fair_thread import FairThread
 from common.logs import log
 from common.model_facts import ModelFacts
 from common.rpc import ClientLimits, Health, bind, bind_with, make_server
-from common.rpc_guard import Guard
+from common.rpc_guard import Entered, Guard, Sharing
 from common.text import Text
 from common.tls import TlsFiles
+from common.turnstile import Turnstile
 
 _LOG = logging.getLogger(__name__)
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -87,7 +87,10 @@ class GatewayServer:
             self._clock,
             self._metrics,
         )
-        parts = Parts(generator, self._tokenizing, self._thread, text, self._router, self._metrics, door)
+        self._arrivals = Turnstile(config.arriving_max)
+        parts = Parts(
+            generator, self._tokenizing, self._thread, self._arrivals, text, self._router, self._metrics, door
+        )
         self._http = HttpFace(config.http, parts)
         self._inference = InferenceService(generator, self._tokenizing, text, config.http.choices_max)
         self._kserve = KserveService(generator, self._router, door)
@@ -98,7 +101,7 @@ class GatewayServer:
             config.message_fields_max,
             self._thread,
             config.http.unread_s,
-            self._enter,
+            Sharing(self._enter, self._arrivals, Turnstile(config.streams_max)),
         )
         self._server = make_server(
             self._guard,
@@ -189,11 +192,11 @@ class GatewayServer:
         addresses = {"address": self.grpc_address, "http": self.http_address}
         log(_LOG, logging.INFO, "gateway serves", gateway_id=self.gateway_id, **addresses)
 
-    def _enter(self, peer: str) -> Callable[[], None]:
+    def _enter(self, peer: str) -> Entered:
         """Count a gRPC call until it is over for the core too: what its client leaves unread keeps it open."""
         holder = holder_at(peer.partition(":")[2].rpartition(":")[0])
         self._calls.take(holder)
-        return partial(self._calls.give_back, holder)
+        return Entered(holder, partial(self._calls.give_back, holder))
 
     async def _router_changed(self, is_connected: bool) -> None:
         """Without a router the gateway lives, but it cannot serve requests."""

@@ -37,6 +37,7 @@ from common.logs import log
 from common.rpc_guard import INLINE_BYTES_MAX
 from common.text import Text
 from common.tls import TlsFiles
+from common.turnstile import Turnstile
 from common.waits import Waits
 
 _LOG = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Parts:
     tokenizing: Tokenizing
     thread: FairThread
     """Where large bodies are read."""
+    arrivals: Turnstile
+    """For those that arrive and are read."""
     text: Text
     router: RouterClient
     metrics: Metrics
@@ -186,9 +189,12 @@ class HttpFace:
             InvalidRequestError: it has too many parts.
             pydantic.ValidationError: it is not what it should be.
         """
-        data = await exchange.body()
-        if len(data) <= INLINE_BYTES_MAX:
-            return body.model_validate_json(data)
+        if exchange.announced_bytes <= INLINE_BYTES_MAX:
+            return body.model_validate_json(await exchange.body())
+        async with self._parts.arrivals.turn(holder_at(exchange.address)):
+            return await self._read_large(await exchange.body(), body)
+
+    async def _read_large(self, data: bytes, body: type[Body]) -> Body:
         if (num := num_values(data)) > (most := self._config.body_values_max):
             raise InvalidRequestError(
                 f"the body has {num} values, a list or an object counted as {LIST_WEIGHT}, more than {most}"

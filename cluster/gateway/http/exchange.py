@@ -86,6 +86,14 @@ class Exchange:
         if request_id is not None and "x-request-id" not in self.headers:
             self.request_id = request_id
 
+    @property
+    def announced_bytes(self) -> float:
+        """Length of the body; infinite if that is not said."""
+        announced = self.headers.get("content-length", "")
+        if announced.isdecimal():
+            return int(announced)
+        return math.inf if "transfer-encoding" in self.headers else 0
+
     async def body(self) -> bytes:
         """Read all of the request's body.
 
@@ -94,8 +102,7 @@ class Exchange:
             CancelledRequestError: the client left.
         """
         most = self._limits.body_bytes_max
-        announced = self.headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced) > most:
+        if most < self.announced_bytes < math.inf:
             # Its end is known, and what comes is dropped: clients read no answer before they have sent everything.
             raise HttpError(413, _TOO_LARGE.format(most))
         parts = bytearray()

@@ -1,5 +1,6 @@
 """Calls and connections cost their own client only: who opens many, or does not read, keeps nobody else out."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,9 +14,10 @@ from baton_pb.v1 import inference_pb2, inference_pb2_grpc
 from cluster.tenants import key_file
 from common.errors import OverloadedError, WorkerLostError
 from common.status import typed_rpc_errors
+from common.turnstile import Turnstile
 from loadtest.bench.gateway_h2 import H2Connection
 from tests.cluster.fake_cluster import LIMIT_S, FakeCluster, bearer, fake_cluster, request, run, until
-from tests.cluster.gateway.http.wire import post
+from tests.cluster.gateway.http.wire import post, wire
 
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """Else channels of one process share connections."""
@@ -144,5 +146,88 @@ def test_a_grpc_connection_beyond_the_most_is_closed(model_dir: Path) -> None:
                 with pytest.raises(WorkerLostError), typed_rpc_errors():
                     await list_models(b"", timeout=LIMIT_S)
             await cluster.status()
+
+    run(scenario())
+
+
+async def _nothing_before(end: asyncio.Event) -> AsyncIterator[bytes]:
+    """Send nothing; gRPC reads it in a task that outlives a call which the server ends."""
+    await end.wait()
+    for message in tuple[bytes, ...]():
+        yield message
+
+
+def test_so_many_messages_and_large_bodies_of_one_client_arrive_at_once_and_the_others_wait(model_dir: Path) -> None:
+    large = {"prompt": "hello", "user": "x" * 100_000, "max_tokens": 1}
+
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, arriving_max=1) as cluster, wire(cluster) as http:
+            arrivals, end = cluster.gateway._arrivals, asyncio.Event()
+            generate: Any = cluster.channel.stream_stream(GENERATE, None, None)
+            unsent = [generate(_nothing_before(end)) for _ in range(2)]
+            await until(lambda: _waiting(arrivals) == 1, "the second does not wait")
+            http.send("/v1/completions", large)
+            await until(lambda: _waiting(arrivals) == 2, "the body does not wait")
+            # Who waits takes nothing of others: a small body needs no place.
+            assert (await post(cluster, "/v1/completions", {"prompt": "hello", "max_tokens": 1})).status == 200
+
+            for call in unsent:
+                call.cancel()
+            end.set()
+
+            assert (await http.response()).status == 200
+            assert len((await cluster.ask(request("hello", max_tokens=2))).token_ids) == 2
+
+    run(scenario())
+
+
+def _waiting(turnstile: Turnstile) -> int:
+    return sum(len(waiting) for waiting in turnstile._waiting.values())
+
+
+def test_streams_of_requests_are_bounded_for_each_client(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(model_dir, streams_max=1) as cluster:
+            end = asyncio.Event()
+            infer: Any = cluster.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", None, None)
+            first = infer(_nothing_before(end))
+            await until(lambda: cluster.gateway._calls.num_taken == 1, "not open")
+            with pytest.raises(OverloadedError, match=r"127\.0\.0\.1 may have 1 streams"), typed_rpc_errors():
+                async for _ in infer(_nothing_before(end)):
+                    pass
+            first.cancel()
+            await until(lambda: cluster.gateway._calls.num_taken == 0, "calls are left")
+            again = infer(_nothing_before(end))
+            await until(lambda: cluster.gateway._calls.num_taken == 1, "not open")
+            again.cancel()
+            end.set()
+
+    run(scenario())
+
+
+def test_a_hundred_requests_at_once_run_no_more_than_their_tenant_may(model_dir: Path, tmp_path: Path) -> None:
+    key_file.add_key(tmp_path / "keys.yaml", "a", "user", {"concurrent_max": 5})
+    body = {"prompt": "hello", "max_tokens": 2}
+
+    async def scenario() -> None:
+        async with two_tenants(model_dir, tmp_path) as (cluster, mine, _):
+            worker = cluster.worker("d0")
+            worker.may_step.clear()
+
+            async def ask(number: int) -> bool:
+                if number % 2:
+                    answer = await post(cluster, "/v1/completions", body, authorization=f"Bearer {mine}")
+                    return answer.status == 200
+                try:
+                    return bool(await cluster.ask(request("hello", max_tokens=2), key=mine))
+                except OverloadedError:
+                    return False
+
+            asking = [asyncio.create_task(ask(number)) for number in range(100)]
+            await until(lambda: sum(task.done() for task in asking) == 95, "not refused")
+            await until(lambda: worker.num_running == 5, "not started")
+            worker.may_step.set()
+
+            assert sum(await asyncio.gather(*asking)) == 5
 
     run(scenario())
