@@ -150,11 +150,12 @@ def capacity(
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 5.0,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 512,
     output_tokens: Annotated[int, typer.Option(min=1)] = 16,
+    http: Annotated[bool, typer.Option("--http", help="Over OpenAI's API instead of gRPC.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how many requests per second this client can drive, against an echo worker."""
+    """Say how many requests per second this client can drive, against an echo on another core."""
     with one_line_errors():
-        reached = asyncio.run(measure_capacity(duration, prompt_tokens, output_tokens))
+        reached = asyncio.run(measure_capacity(duration, prompt_tokens, output_tokens, http))
         if as_json:
             typer.echo(json.dumps(asdict(reached)))
             return

@@ -6,6 +6,7 @@ work as Python allows.
 
 import asyncio
 import json
+import sys
 import time
 from typing import Any, Self
 
@@ -174,3 +175,14 @@ class _Connection(asyncio.Protocol):
     def _reply(self, value: object) -> None:
         body = json.dumps(value).encode()
         self._transport.write(_HEADS[False] + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+
+
+async def _serve() -> None:
+    echo = await HttpEcho.start()
+    sys.stdout.write(echo.address + "\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())

@@ -31,8 +31,8 @@ def latency_cdfs(runs: Runs, slo: Slo) -> list[str]:
     return charts
 
 
-def load_timeline(records: Sequence[RequestRecord]) -> list[str]:
-    """Return the number of requests on each prefill and each decode worker over time."""
+def load_timeline(records: Sequence[RequestRecord], name: str = "") -> list[str]:
+    """Return the number of requests on each prefill and each decode worker over time; `name` begins the titles."""
     prefill, decode = [], []
     for record in records:
         end_of_prefill = record.end_s if record.first_token_s is None else record.first_token_s
@@ -42,9 +42,9 @@ def load_timeline(records: Sequence[RequestRecord]) -> list[str]:
             decode.append((record.decode_worker, end_of_prefill, record.end_s))
     return [
         line_chart(
-            f"Requests in {phase}, by worker", _by_worker(intervals), Axis("seconds"), Axis("requests"), y_max=1.0
+            f"{name}Requests in {phase}, by worker", _by_worker(ones), Axis("seconds"), Axis("requests"), y_max=1.0
         )
-        for phase, intervals in (("prefill or its queue", prefill), ("decode", decode))
+        for phase, ones in (("prefill or its queue", prefill), ("decode", decode))
     ]
 
 

@@ -74,6 +74,9 @@ def write_comparison(
     summaries = {name: summarize(run.records, slo) for name, run in runs}
     named = [(name, run.records) for name, run in runs]
     charts = [*charts, *plots.latency_cdfs(named, slo), plots.attainment_by_scale(named, slo)]
+    for name, records in named:
+        if any(record.decode_worker is not None for record in records):
+            charts += plots.load_timeline(records, f"{name}: ")
     sections = [
         *(f"<p class=meta><b>{escape(name)}</b>: {_meta_line(run)}</p>" for name, run in runs),
         "<h2>Latency, milliseconds</h2>",

@@ -100,7 +100,7 @@ def token_rows(kind: str, shape: Shape, found: Found) -> list[BenchRow]:
         f"{offered:.0f}/s possible; direct {direct.samples.tokens_per_s:.0f}/s"
     )
     label = f"{kind}: tokens for each CPU second, {shape.streams} streams"
-    goal = TOKENS_GOAL if kind == "gRPC" and shape == LONG[-1] else None
+    goal = TOKENS_GOAL if kind == "gRPC" else None
     return _with_peers(label, ours.tokens_per_cpu_s, "1/s", True, found, lambda m: m.tokens_per_cpu_s, goal, note)
 
 

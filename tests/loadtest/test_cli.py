@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -110,6 +111,23 @@ def test_ctrl_c_leaves_what_was_measured(stalling: tuple[str, StallingEcho], tmp
     assert (len(run.records), run.meta["interrupted"], run.meta["unfinished"]) == (5, True, 2)
     assert run.summary["completed"] == 5
     assert report.exists()
+
+
+@pytest.mark.parametrize("face", [[], ["--http"]], ids=["gRPC", "HTTP"])
+def test_the_clients_own_capacity_is_measured_against_an_echo(face: list[str]) -> None:
+    sizes = ["--duration", "0.3", "--prompt-tokens", "8", "--output-tokens", "3"]
+
+    as_json = CliRunner().invoke(app, ["loadtest", "capacity", *sizes, *face, "--json"])
+    as_text = CliRunner().invoke(app, ["loadtest", "capacity", *sizes, *face])
+
+    assert as_json.exit_code == 0, as_json.output
+    reached = json.loads(as_json.stdout)
+    assert (reached["prompt_tokens"], reached["output_tokens"], reached["errors"]) == (8, 3, 0)
+    assert reached["requests_per_s"] > 0
+    assert reached["tokens_per_s"] == pytest.approx(3 * reached["requests_per_s"])
+    assert re.fullmatch(
+        r"\d+ requests/s, \d+ tokens/s \(8 prompt tokens, 3 messages each, 0 errors\)\n", as_text.stdout
+    )
 
 
 def test_a_search_and_a_run_take_the_same_options() -> None:

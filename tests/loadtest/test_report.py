@@ -109,6 +109,9 @@ def test_a_comparison_names_both_runs(tmp_path: Path) -> None:
 
     page = checked((tmp_path / "c.html").read_text())
     assert "<th>left</th><th>right</th>" in page
+    for name in ("left", "right"):
+        assert f"{name}: Requests in prefill or its queue, by worker" in page
+        assert f"{name}: Requests in decode, by worker" in page
 
 
 @given(

@@ -39,7 +39,8 @@ def answers_of(operation: Any, mode: schemathesis.GenerationMode, search: Search
             raise TimeIsUpError
         response = case.call()
         answers[response.status_code] += 1
-        case.validate_response(response, checks=CHECKS)
+        is_late = response.status_code == 504 and "timeout" in str((case.body, case.headers))  # as it asked for
+        case.validate_response(response, checks=CHECKS[1:] if is_late else CHECKS)
 
     with suppress(TimeIsUpError):
         ask()
