@@ -91,6 +91,18 @@ def test_what_a_worker_can_do_is_placed_at_once_and_the_rest_waits_its_turn() ->
     assert len(door.placed()) == ROOM + 2
 
 
+def test_nine_hundred_long_requests_of_one_tenant_cost_another_one_place() -> None:
+    door = Door()
+    for number in range(900):
+        long = PlacementRequest(f"long{number}", 4000, 2000)
+        door.front.ask(Asked(long.request_id, long, "heavy"), door.answer(long.request_id))
+    assert door.ask("short", tenant="light")
+
+    door.release("long0")
+
+    assert door.placed()[-1] == "short"
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_full_worker_is_not_chosen_while_another_has_room(policy: str) -> None:
     door = Door(*(WorkerInfo(f"d{number}", f"h:{number}", Role.DECODE) for number in range(3)), policy=policy)
