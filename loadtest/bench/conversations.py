@@ -56,7 +56,7 @@ def main(
             write_report(run, FOLDER / "conversations" / f"{name}.html", f"Conversations: {policy}")
     write_comparison([(policy, done[-1]) for policy, done in runs.items()], FOLDER / "conversations" / "compared.html")
     summaries = {policy: [summarize(run.records, plan.slo) for run in done] for policy, done in runs.items()}
-    publish("conversations", [row for policy in policies for row in _rows(policy, summaries)])
+    publish("conversations", [row for policy in policies for row in rows_of(policy, summaries)])
 
 
 async def _run(address: str, plan: Plan, name: str) -> RunFile:
@@ -67,7 +67,8 @@ async def _run(address: str, plan: Plan, name: str) -> RunFile:
         await target.close()
 
 
-def _rows(policy: str, summaries: dict[str, list[Summary]]) -> list[BenchRow]:
+def rows_of(policy: str, summaries: dict[str, list[Summary]]) -> list[BenchRow]:
+    """Return a policy's rows, from each policy's rounds."""
     mine, base = summaries[policy], summaries.get(_BASELINE)
     rows = []
     measures: tuple[tuple[str, str, bool, Callable[[Summary], float]], ...] = (

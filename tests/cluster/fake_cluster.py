@@ -46,6 +46,15 @@ async def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT
     assert condition(), what
 
 
+async def within_a_second(condition: Callable[[], bool], what: str) -> None:
+    """Wait a second of an idle machine: so many turns of 5 ms, however long they take on a busy one."""
+    for _ in range(200):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(what)
+
+
 def run(scenario: Coroutine[Any, Any, None], limit_s: float = 3 * LIMIT_S) -> None:
     """Run a test's scenario with a limit; no task may be left."""
 

@@ -1,10 +1,12 @@
 """After any storm of requests and cancels, over real processes with small pools, everything is at its baseline."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cluster.testing import RunningCluster
@@ -26,7 +28,26 @@ def test_two_hundred_requests_cancelled_at_every_stage_leave_nothing_behind(tmp_
     shared = [rng.randrange(4, oracle.vocab_tokens) for _ in range(200)]
     outcomes: Counter[str] = Counter()
 
-    async def one(asker: Asker, number: int) -> None:
+    async def over_http(client: httpx.AsyncClient, prompt: list[int], num_tokens: int, cut_after: int | None) -> None:
+        """Ask for a stream, and cut the connection after so many events, or read it to the end."""
+        body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code == 429:
+                outcomes["refused over HTTP"] += 1
+                return
+            assert answer.status_code == 200
+            events = list[str]()
+            async for line in answer.aiter_lines():
+                events += [line.removeprefix("data: ")] if line.startswith("data: ") else []
+                if cut_after is not None and len(events) >= cut_after:
+                    outcomes["cut over HTTP"] += 1
+                    return
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["usage"]["completion_tokens"] == num_tokens
+        outcomes["answered over HTTP"] += 1
+
+    async def one(asker: Asker, client: httpx.AsyncClient, number: int) -> None:
         random_here = random.Random(number)
         prompt = shared[: random_here.randrange(0, 120)] + [
             random_here.randrange(4, oracle.vocab_tokens) for _ in range(random_here.randrange(1, 100))
@@ -34,7 +55,7 @@ def test_two_hundred_requests_cancelled_at_every_stage_leave_nothing_behind(tmp_
         num_tokens = random_here.randrange(1, 60)
         message = request(prompt, greedy(num_tokens))
         await asyncio.sleep(random_here.random() * 10)
-        match random_here.randrange(4):
+        match random_here.randrange(6):
             case 0:  # some time after it was sent: queued, prefilling, transferring or decoding
                 task = asyncio.create_task(asker.ask(message))
                 await asyncio.wait([task], timeout=random_here.random() * 0.5)
@@ -52,6 +73,10 @@ def test_two_hundred_requests_cancelled_at_every_stage_leave_nothing_behind(tmp_
                     assert len(answer.token_ids) == num_tokens
                 except BatonError:
                     outcomes["late"] += 1
+            case 3:
+                await over_http(client, prompt, num_tokens, cut_after=random_here.randrange(1, 10))
+            case 4:
+                await over_http(client, prompt, num_tokens, cut_after=None)
             case _:
                 try:
                     answer = await asker.ask(message)
@@ -61,11 +86,15 @@ def test_two_hundred_requests_cancelled_at_every_stage_leave_nothing_behind(tmp_
                 outcomes["answered"] += 1
                 assert answer.token_ids == oracle.generate(prompt, num_tokens)
 
-    async def storm(address: str) -> None:
-        async with Asker(address) as asker:
+    async def storm(address: str, http_address: str) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            Asker(address) as asker,
+            httpx.AsyncClient(base_url=f"http://{http_address}", timeout=300, limits=limits) as client,
+        ):
             async with asyncio.TaskGroup() as tasks:
                 for number in range(NUM_REQUESTS):
-                    tasks.create_task(one(asker, number))
+                    tasks.create_task(one(asker, client, number))
             status = await asker.quiet_status()
             for worker in status.workers:
                 assert worker.load.blocks_free + worker.load.blocks_kept == POOL_BLOCKS
@@ -84,7 +113,7 @@ def test_two_hundred_requests_cancelled_at_every_stage_leave_nothing_behind(tmp_
         "decode.workers=2",
         "prefill.token_budget=40",
     ) as cluster:
-        asyncio.run(storm(cluster.address))
+        asyncio.run(storm(cluster.address, cluster.addresses["http"]))
 
-    assert outcomes["answered"] > 20
-    assert outcomes["cancelled by count"] > 20
+    for outcome in ("answered", "cancelled by count", "answered over HTTP", "cut over HTTP"):
+        assert outcomes[outcome] > 15, outcomes

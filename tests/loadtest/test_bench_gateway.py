@@ -7,6 +7,7 @@ import pytest
 
 from common.errors import WorkerLostError
 from loadtest.bench.gateway_load import Face, GrpcFace, Samples, SseFace, run
+from loadtest.bench.gateway_rows import LONG, TOKENS_GOAL, Measured, token_rows
 from loadtest.echo import EchoServer
 from loadtest.echo_http import HttpEcho
 from tests.cluster.fake_cluster import until
@@ -67,3 +68,14 @@ def test_a_server_that_goes_away_is_an_error() -> None:
         await face.close()
 
     asyncio.run(scenario())
+
+
+def test_the_goal_of_tokens_over_grpc_holds_at_64_streams_and_at_256() -> None:
+    found: dict[str, Measured | str] = {
+        name: Measured(Samples([0.001], num_tokens=1000, wall_s=1.0), cpu_s=0.1) for name in ("ours", "direct")
+    }
+
+    rows = [row for shape in LONG for row in token_rows("gRPC", shape, found)]
+
+    assert [shape.streams for shape in LONG] == [64, 256]
+    assert [(row.ours, row.goal, row.met) for row in rows] == [(10_000.0, TOKENS_GOAL, False)] * 2

@@ -18,7 +18,16 @@ from common.errors import (
     WorkerLostError,
 )
 from common.status import typed_rpc_errors
-from tests.cluster.fake_cluster import LIMIT_S, FakeCluster, fake_cluster, request, run, start_again, until
+from tests.cluster.fake_cluster import (
+    LIMIT_S,
+    FakeCluster,
+    fake_cluster,
+    request,
+    run,
+    start_again,
+    until,
+    within_a_second,
+)
 
 
 def test_streams_of_a_decode_worker_killed_in_the_middle_go_on_elsewhere_with_the_same_tokens(model_dir: Path) -> None:
@@ -283,7 +292,7 @@ def test_a_client_that_leaves_frees_everything(model_dir: Path, stage: str) -> N
 
             call.cancel()
 
-            await until(lambda: len(worker.cancelled) == 1, "the worker was not told")
+            await within_a_second(lambda: len(worker.cancelled) == 1, "the worker was not told")
             await _held(cluster, 0)
             prefill.may_step.set()
 
@@ -324,7 +333,7 @@ def test_a_client_that_leaves_while_there_is_no_router_frees_its_place(model_dir
 
             call.cancel()
 
-            await until(lambda: cluster.gateway._counts.running == 0, "its place is taken")
+            await within_a_second(lambda: cluster.gateway._counts.running == 0, "its place is taken")
             await cluster.restart_router()
             await cluster.all_ready()
             await cluster.ask(request(max_tokens=1))
@@ -341,7 +350,7 @@ def test_a_deadline_ends_the_request_everywhere(model_dir: Path) -> None:
             with pytest.raises(DeadlineError):
                 await cluster.ask(request(max_tokens=4), timeout_s=0.3)
 
-            await until(lambda: len(worker.cancelled) == 1, "the worker was not told")
+            await within_a_second(lambda: len(worker.cancelled) == 1, "the worker was not told")
             await _held(cluster, 0)
             worker.may_step.set()
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.fake_worker import FakeModel
 from common.errors import BatonError
-from tests.cluster.fake_cluster import fake_cluster, run, start_again, until
+from tests.cluster.fake_cluster import fake_cluster, run, start_again, until, within_a_second
 from tests.cluster.gateway.http.wire import Response, event, post, request_bytes, wire
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -137,8 +137,8 @@ def test_a_client_that_leaves_frees_everything(model_dir: Path, body: dict[str, 
 
             connection.cut()
 
-            await until(lambda: cluster.worker("d0").num_running == 0, "still running")
-            await until(lambda: cluster.router.status().reservations == 0, "reservations are left")
+            await within_a_second(lambda: cluster.worker("d0").num_running == 0, "still running")
+            await within_a_second(lambda: cluster.router.status().reservations == 0, "reservations are left")
             stuck.may_step.set()
 
     run(scenario())
@@ -158,8 +158,8 @@ def test_a_client_that_leaves_while_it_waits_for_a_worker_frees_its_place(
 
             connection.cut()
 
-            await until(lambda: cluster.router.status().queued == 0, "still waits")
-            await until(lambda: cluster.gateway._counts.running == 2, "still counted")
+            await within_a_second(lambda: cluster.router.status().queued == 0, "still waits")
+            await within_a_second(lambda: cluster.gateway._counts.running == 2, "still counted")
             cluster.worker("d0").may_step.set()
             assert [(await other).status for other in others] == [200] * 2
             assert len(cluster.worker("d0").started) == 2
