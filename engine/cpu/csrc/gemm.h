@@ -59,9 +59,8 @@ INLINE i64 fetch_distance(const Activations& a, const Matrix& m, i64 tile) {
 // One tile of rows times one panel of columns; `out` is the tile's own corner.
 INLINE void run_tile(const Activations& a, const Matrix& m, i64 panel, i64 tile, float* out, i64 stride, bool accumulate) {
     const i64 row = a.tile_begin(tile);
-    const Tile t{a.values(row),  a.split(),
-                 a.scales(row),  a.sums(row),
-                 a.offsets(row),
+    const Tile t{a.values(row),  a.scales(row),
+                 a.sums(row),    a.offsets(row),
                  m.data + panel * m.panel_bytes(), m.k / kBlock,
                  out,            stride,
                  accumulate,     fetch_distance(a, m, tile)};

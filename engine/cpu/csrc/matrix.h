@@ -45,7 +45,6 @@ constexpr int kTileRows = 6;  // 12 accumulators of 16 registers
 // What one tile's kernel gets: some rows of activations, one panel of weights.
 struct Tile {
     const int32_t* values;
-    const int32_t* split;
     const float* scales;
     const float* sums;
     const int32_t* offsets;
@@ -79,7 +78,6 @@ class Activations {
             sums_.resize(rows * blocks);
             offsets_.resize(rows * blocks);
         }
-        if (i64(split_.size()) < blocks * 16) split_.resize(blocks * 16);
     }
 
     // Rows are dealt to tiles evenly: 13 rows are 7 and 6, not 12 and 1.
@@ -89,8 +87,6 @@ class Activations {
     Precision precision() const { return precision_; }
 
     const int32_t* values(i64 row) const { return values_.data() + row * (k_ / kBlock) * words(); }
-    // Of a row that is alone, with 16 bits: of each block eight words of high bytes, eight of low ones.
-    const int32_t* split() const { return split_.data(); }
     const float* scales(i64 row) const { return scales_.data() + row * (k_ / kBlock); }
     const float* sums(i64 row) const { return sums_.data() + row * (k_ / kBlock); }
     const int32_t* offsets(i64 row) const { return offsets_.data() + row * (k_ / kBlock); }
@@ -118,7 +114,6 @@ class Activations {
             const float inverse = most > 0 ? limit / most : 0.f;
             alignas(64) int32_t words_of[kBlock];
             const int32_t total = quantise_block(v, std::isfinite(inverse) ? inverse : 0.f, words_of);
-            if (rows_ == 1 && precision_ == kInt16) std::memcpy(split_.data() + b * 16, words_of + 16, 64);
             const float s = most / limit;
             for (i64 i = 0; i < words(); i++) q[(b * words() + i) * height] = words_of[i];
             scale[b * height] = s;
@@ -132,12 +127,12 @@ class Activations {
         return precision_ == kExact ? 32 : precision_ == kInt8 ? 8 : 16;
     }
 
-    // Writes words() words, and with 16 bits for a row alone another 16 (see split); returns the sum of the 32 integers.
+    // Writes words() words, returns the sum of the 32 integers.
     int32_t quantise_block(const float* v, float inverse, int32_t* out) const;
 
     i64 rows_ = 0, k_ = 0, num_tiles_ = 0;
     Precision precision_ = kExact;
-    std::vector<int32_t> values_, split_;
+    std::vector<int32_t> values_;
     std::vector<float> scales_, sums_;  // s and s * (sum of the integers), of each block and row
     std::vector<int32_t> offsets_;      // -128 * (sum of the integers): what u - 128 takes away
 };
@@ -180,11 +175,6 @@ inline int32_t Activations::quantise_block(const float* v, float inverse, int32_
             pairs[g + 1] = int16_t(x[g + 2]);
             pairs[g + 2] = int16_t(x[g + 1]);
             pairs[g + 3] = int16_t(x[g + 3]);
-        }
-        if (rows_ == 1) {
-            int8_t* bytes = (int8_t*)(out + 16);
-            for (int i = 0; i < kBlock; i++) bytes[i] = int8_t((x[i] + 128) >> 8);
-            for (int i = 0; i < kBlock; i++) bytes[kBlock + i] = int8_t(x[i]);  // what 256 h leaves, modulo 256
         }
     }
     return total;

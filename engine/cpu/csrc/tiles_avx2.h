@@ -118,41 +118,9 @@ INLINE void tile_wide(const Tile& t) {
     finish<R>(f, t);
 }
 
-// One row of 16-bit activations against 4-bit weights. Here taking weights apart costs as much as multiplying: so high and
-// low bytes are multiplied by nibbles as they are, as above, instead of nibbles being widened.
-INLINE void tile_q4_split(const Tile& t) {
-    alignas(32) float f[kPanel] = {};
-    const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
-    for (i64 b = 0; b < t.blocks; b++) {
-        const uint8_t* w = t.weights + b * 320;
-        const int32_t* x = t.split + b * 16;
-        fetch<320>(w, t.ahead);
-        __m256i high_sum[2], low_sum[2], a[1][2];
-        for (int n = 0; n < 2; n++) high_sum[n] = low_sum[n] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-        for (int g = 0; g < 8; g++)
-#pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
-                __m256i u = _mm256_loadu_si256((const __m256i*)(w + 64 + (g & 3) * 64 + n * 32));
-                if (g > 3) u = _mm256_srli_epi16(u, 4);
-                u = _mm256_and_si256(u, low);
-                high_sum[n] = _mm256_add_epi16(high_sum[n], _mm256_maddubs_epi16(u, _mm256_set1_epi32(x[g])));
-                low_sum[n] = _mm256_add_epi16(low_sum[n], _mm256_maddubs_epi16(u, _mm256_set1_epi32(x[8 + g])));
-            }
-        for (int n = 0; n < 2; n++) {
-            const __m256i high = _mm256_slli_epi32(_mm256_madd_epi16(high_sum[n], one), 8);
-            a[0][n] = _mm256_add_epi32(high, _mm256_madd_epi16(low_sum[n], one));
-        }
-        scale_block<1>(f, a, t, b, (const Half*)w, (const Half*)(w + 32));
-    }
-    finish<1>(f, t);
-}
-
 template <int R, bool WIDE>
 void tile_q4(const Tile& t) {
-    if constexpr (WIDE && R == 1)
-        tile_q4_split(t);
-    else if constexpr (WIDE)
+    if constexpr (WIDE)
         tile_wide<R, true>(t);
     else
         tile_q4_narrow<R>(t);
