@@ -15,12 +15,13 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from baton_pb.v1 import transfer_pb2
-from common.errors import TransferError, UnauthenticatedError
+from common.errors import UnauthenticatedError
 from kvtransfer.activity import Stop
 from kvtransfer.memory import Memory, checksum_of, copy_runs
 from kvtransfer.pieces import Run, Runs
 from kvtransfer.probe import scratch
 from kvtransfer.transports.base import Greeting, LinkOwner
+from kvtransfer.wire import FrameError
 
 NAME = "shm"
 BACKLOG = 128
@@ -86,17 +87,17 @@ def map_pool(fd: int | None, num_bytes: int) -> Memory:
     this one anyway.
 
     Raises:
-        TransferError: no descriptor, or one of too little memory.
+        FrameError: no descriptor, or one of too little memory.
     """
     if fd is None:
-        raise TransferError("no memory was passed with Hello")
+        raise FrameError("no memory was passed with Hello")
     try:
         size = os.fstat(fd).st_size
         if num_bytes == 0 or size < num_bytes:
-            raise TransferError(f"the memory passed with Hello has {size} bytes, {num_bytes} were declared")
+            raise FrameError(f"the memory passed with Hello has {size} bytes, {num_bytes} were declared")
         return Memory(memoryview(mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)))
     except OSError as error:
-        raise TransferError(f"what was passed with Hello cannot be mapped: {error}") from error
+        raise FrameError(f"what was passed with Hello cannot be mapped: {error}") from error
     finally:
         os.close(fd)
 

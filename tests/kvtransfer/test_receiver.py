@@ -223,6 +223,7 @@ def test_a_wrong_hello_is_refused(make_shm_pair: MakePair, changes: dict[str, ob
             assert abort is not None
             assert abort.abort.message
             assert await raw.receive() is None
+            assert refusals(pair) == 1
 
     asyncio.run(test())
 
@@ -236,6 +237,8 @@ def test_a_hello_without_memory_is_refused(make_shm_pair: MakePair) -> None:
             _, abort = await raw.receive(), await raw.receive()
             assert abort is not None
             assert "no memory" in abort.abort.message
+            assert await raw.receive() is None
+            assert refusals(pair) == 1
 
     asyncio.run(test())
 
@@ -329,6 +332,7 @@ def test_a_repeated_piece_and_an_early_complete_fail_the_transfer(make_shm_pair:
                 await landing.abort("failed")
                 while (frame := await raw.receive()) is not None and frame.WhichOneof("frame") != "abort":
                     pass
+                assert refusals(pair) == number + 1
 
     asyncio.run(test())
 
@@ -344,11 +348,34 @@ def test_a_transfer_of_another_connection_cannot_be_touched(make_shm_pair: MakeP
             await raw.send(Frame(abort=transfer_pb2.Abort(transfer_id=landing.ticket.transfer_id)))
             await raw.send(raw.ready(landing))
             assert await raw.receive() is None
+            assert refusals(pair) == 1
 
             push.announce(0, [5])
             await push.finish()
             await landing.landed()
             assert pair.target.block(1) == pair.source.block(5)
+
+    asyncio.run(test())
+
+
+def test_a_stale_ticket_is_refused_and_counted_each_time(make_shm_pair: MakePair) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(10), make_shm_pair() as pair, raw_sender(pair) as raw:
+            await good_transfer(pair)
+            given_up = pair.receiver.grant([1], 0)
+            await given_up.abort("given up")
+            foreign = pair.receiver.grant([2], 0)
+            await raw.hello()
+            await raw.receive()
+
+            for number, secret in enumerate((given_up.ticket.secret, bytes(32))):
+                transfer_id = (given_up, foreign)[number].ticket.transfer_id
+                await raw.send(Frame(open=transfer_pb2.Open(transfer_id=transfer_id, secret=secret)))
+                answer = await raw.receive()
+                assert answer is not None
+                assert answer.abort.transfer_id == transfer_id
+                assert refusals(pair) == number + 1
+            await foreign.abort("over")
 
     asyncio.run(test())
 

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+import ucxx._lib.libucxx as ucx
 
 from baton_pb.v1 import transfer_pb2
 from common.errors import TransferError
@@ -16,10 +17,16 @@ from kvtransfer.memory import Memory, copy_threads
 from kvtransfer.pieces import Run, Runs
 from kvtransfer.transports.pairing import TOKEN_BYTES
 from kvtransfer.transports.ucx import UcxDoor, UcxStation
+from kvtransfer.transports.ucx_driver import FEATURES
 from kvtransfer.transports.ucx_link import UcxInbound, UcxOutbound
 from tests.kvtransfer.descriptors import num_descriptors
 
 MakePair = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+def test_nobody_can_read_or_write_this_process_by_ucx() -> None:
+    """With remote memory access among the features, whoever reaches the port could."""
+    assert not any(feature.value & ucx.Feature.RMA.value for feature in FEATURES)
 
 
 class Linked:
