@@ -114,7 +114,7 @@ async def observe(address: str, plan: ProbePlan = ProbePlan()) -> Observations:
         workers=[WorkerKind(row.role, row.handshake.num_blocks, row.handshake.limits) for row in rows],
         hops_s=[_hop_s(answer) for answer in alone if answer.prompt_tokens <= min(lengths)],
         prefills=[prober.prefill_seen(answer) for answer in alone],
-        decodes=[seen for batch in batches for seen in _decodes_seen(batch)],
+        decodes=[seen for batch in batches for seen in decodes_seen(batch)],
         pushes=[prober.push_seen(answer, kv_bytes) for answer in alone if answer.transport != "local"],
     )
 
@@ -191,10 +191,11 @@ def _hop_s(answer: RequestRecord) -> float:
     return max(0.0, answer.ttft_s - answer.server.prefill_s) / hops
 
 
-def _decodes_seen(batch: Sequence[RequestRecord]) -> list[DecodeSeen]:
+def decodes_seen(batch: Sequence[RequestRecord]) -> list[DecodeSeen]:
     """Return one observation for each worker that decoded a part of the batch.
 
-    It is of the steps between the last beginning and the first end, in which all of its sequences took part.
+    It is of the steps between the last beginning and the first end, in which all of its sequences took part. Their mean
+    is what a TPOT is made of; single gaps say when messages were read: some come together, and the next one late.
     """
     by_worker = defaultdict[str | None, list[RequestRecord]](list)
     for answer in batch:
@@ -206,10 +207,11 @@ def _decodes_seen(batch: Sequence[RequestRecord]) -> list[DecodeSeen]:
 def _steps_seen(answers: Sequence[RequestRecord]) -> DecodeSeen | None:
     times = [list(accumulate(answer.gaps_s, initial=answer.first_token_s or 0.0)) for answer in answers]
     begin, end = max(one[1] for one in times), min(one[-1] for one in times)
-    gaps, context = [], 0.0
+    seconds, num_steps, context = 0.0, 0, 0.0
     for answer, one in zip(answers, times, strict=True):
         inside = [position for position, at in enumerate(one) if begin <= at <= end]
-        # Tokens that came in one message have gaps of 0: to this clock they are no steps.
-        gaps += [answer.gaps_s[position] for position in inside[:-1] if answer.gaps_s[position] > 0]
+        if inside:
+            seconds += one[inside[-1]] - one[inside[0]]
+            num_steps += len(inside) - 1
         context += answer.prompt_tokens + (statistics.fmean(inside) if inside else 0.0)
-    return DecodeSeen(len(answers), context, statistics.median(gaps)) if gaps else None
+    return DecodeSeen(len(answers), context, seconds / num_steps) if seconds else None

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from baton_pb.v1 import worker_pb2
 from cluster.fake_model import write_model
 from common.errors import ConfigError
+from loadtest.records import RequestRecord
 from loadtest.simulator.fit import DecodeSeen, PrefillSeen, PushSeen, fit_link, fit_step
 from loadtest.simulator.fitted import fitted
-from loadtest.simulator.probe import Observations, ProbePlan, WorkerKind, observe
+from loadtest.simulator.probe import Observations, ProbePlan, WorkerKind, decodes_seen, observe
 from loadtest.simulator.profile import StepCost, load_profile
 from tests.cluster.fake_cluster import fake_cluster, run
 
@@ -106,6 +107,20 @@ def test_the_file_is_a_profile_that_a_simulation_takes(tmp_path: Path) -> None:
     assert (profile.pool_blocks, profile.running_max, profile.waiting_max, profile.hop_s) == (99, 7, 8, 0.002)
     assert profile.itl_target_s == 0.3
     assert "nowhere" in profile.sources
+
+
+def test_a_batch_is_observed_by_its_mean_step_whenever_its_messages_are_read() -> None:
+    gaps_s = (0.05, *(0.001, 0.001, 0.028) * 4)  # a step takes 10 ms; the client reads three messages at once
+    batch = [
+        RequestRecord(f"r{number}", number, 0, 0.0, 0.0, 1.0, prompt_tokens=100, gaps_s=gaps_s, decode_worker="d0")
+        for number in range(2)
+    ]
+
+    (seen,) = decodes_seen(batch)
+
+    assert seen.num_sequences == 2
+    assert seen.num_context == pytest.approx(2 * (100 + 7))
+    assert seen.seconds == pytest.approx(0.010)
 
 
 def test_a_running_cluster_is_observed_and_gets_a_profile(tmp_path: Path) -> None:
