@@ -1,7 +1,10 @@
 """With real engines and real transfers through shared memory: the same tokens, and blocks return from a silent peer."""
 
 import asyncio
+import itertools
 import json
+import logging
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +16,7 @@ import pytest
 
 from baton_pb.v1 import worker_pb2, worker_pb2_grpc
 from common.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
-from common.errors import ConfigError, TransferError
+from common.errors import BatonError, ConfigError, TransferError
 from common.grammar import constraint_of, json_form
 from common.text import Text
 from decode.worker import DecodeWorker
@@ -22,7 +25,12 @@ from engine.tiny import make_tiny_model
 from prefill.worker import PrefillWorker
 from tests.decode.serving import Gateway, until_changed
 from tests.integration.asking import Oracle
+from tests.kvtransfer.faulty_wire import KINDS, Fault, Kind, Stream, faulty_wire
 
+logger = logging.getLogger(__name__)
+
+NUM_PLACES = 2
+"""In each stream of bytes, for each kind of fault."""
 LEASE_S = 0.6
 PROMPT = [(11 * i) % 250 + 4 for i in range(45)]
 
@@ -95,6 +103,55 @@ def test_sealed_and_coded_blocks_give_the_same_tokens_where_nothing_is_lost(
             assert remote.tokens[0] == expected[0]  # the prefill worker's own
             if codec in ("raw", "lossless"):
                 assert remote.tokens == expected
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", [{"codec": "raw"}, {"codec": "lossless", "sealed": True}], ids=["raw", "sealed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_any_byte_between_two_workers_gives_right_tokens_or_a_typed_error(
+    model_dir: Path, oracle: Oracle, mode: dict[str, Any], kind: Kind
+) -> None:
+    seed = random.randrange(1 << 32)
+    logger.warning("seed %d", seed)
+    draw = random.Random(seed)
+    prompts = ([draw.randrange(4, 254) for _ in range(45)] for _ in itertools.count())
+    options: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+
+    async def main() -> None:
+        async with (
+            workers(model_dir, transport="tcp", **mode) as (prefill, decode),
+            faulty_wire(decode.endpoint.address) as wire,
+            Gateway(decode.address) as gateway,
+        ):
+
+            async def ask() -> bool:
+                """Return whether the answer is right; else it is a typed error, after none but right tokens."""
+                prompt = next(prompts)
+                answer = await gateway.ask(f"r{prompt}", prompt, prefill, **options)
+                expected = oracle.generate(prompt, 4)
+                assert answer.tokens == expected[: len(answer.tokens)]
+                assert answer.tokens == expected or isinstance(answer.error, BatonError)
+                return answer.error is None
+
+            async def pass_whole() -> dict[Stream, int]:
+                while not await ask():  # what a fault broke is made anew
+                    pass
+                before = dict(wire.num_bytes)
+                while not await ask():
+                    before = dict(wire.num_bytes)
+                return {stream: wire.num_bytes[stream] - before[stream] for stream in wire.num_bytes}
+
+            num_met = 0
+            for stream in wire.num_bytes:
+                for _ in range(NUM_PLACES):
+                    reach = (await pass_whole())[stream]
+                    wire.fault = Fault(kind, stream, wire.num_bytes[stream] + draw.randrange(max(1, reach)))
+                    await ask()
+                    num_met += wire.fault is None
+                    wire.fault = None
+            assert num_met >= NUM_PLACES, "faults were set where nothing passes"
 
     asyncio.run(main())
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from baton_pb.v1 import transfer_pb2
 
 Kind = Literal["delay", "drop", "cut", "duplicate", "corrupt"]
+KINDS: tuple[Kind, ...] = ("delay", "drop", "cut", "duplicate", "corrupt")
 Stream = Literal["control", "answers", "data"]
 READ_BYTES = 1000
 DELAY_S = 0.3
@@ -29,6 +30,7 @@ class FaultyWire:
     def __init__(self, receiver: transfer_pb2.TransferAddress) -> None:
         self.fault: Fault | None = None
         self.num_bytes: dict[Stream, int] = {"control": 0, "answers": 0, "data": 0}
+        """That have passed on the last connection."""
         self._host, self._control_port = receiver.host, receiver.tcp_port
         self._data_port = 0
         self._doors = [socket.create_server((self._host, 0)) for _ in range(2)]
@@ -94,7 +96,7 @@ class FaultyWire:
                 data = await _changed(fault.kind, data[at:])
             await loop.sock_sendall(target, data)
             passed = end
-            self.num_bytes[stream] = max(self.num_bytes[stream], passed)
+            self.num_bytes[stream] = passed
 
     async def _redirected(self, source: socket.socket, data: bytes) -> bytes:
         """Put the own data door into the receiver's Hello."""

@@ -14,12 +14,11 @@ from common.errors import BatonError
 from kvtransfer.endpoint import TransferEndpoint
 from kvtransfer.fake import SMALL_LAYOUT, FakeBlockStore
 from kvtransfer.interface import Landing
-from tests.kvtransfer.faulty_wire import Fault, FaultyWire, Kind, Stream, faulty_wire
+from tests.kvtransfer.faulty_wire import KINDS, Fault, FaultyWire, Kind, Stream, faulty_wire
 
 LIMIT_S = 60.0
 NUM_BLOCKS = 16
 TARGETS, SOURCES = [3, 4, 11, 0], [8, 9, 2, 15]
-KINDS: tuple[Kind, ...] = ("delay", "drop", "cut", "duplicate", "corrupt")
 # How many bytes pass in one transfer, a little more: a fault beyond the end does nothing, which has to work as well.
 REACH: dict[Stream, int] = {"control": 900, "answers": 700, "data": 6400}
 
