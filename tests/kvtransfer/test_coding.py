@@ -123,10 +123,12 @@ def test_damage_anywhere_is_refused_and_counted(mode: dict[str, Any], hit: int, 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_lost_message_ends_by_the_lease_and_a_cut_one_at_once(mode: dict[str, Any]) -> None:
     async def test() -> None:
-        async with faulty_pair(**mode, lease_s=0.5) as pair:
+        async with faulty_pair(**mode, lease_s=20.0) as pair:
             pair.wire.damage = lambda message: message[:-1]
-            with pytest.raises(TransferError):
-                await push_all(pair)
+            async with asyncio.timeout(1):
+                with pytest.raises(TransferError):
+                    await push_all(pair)
+        async with faulty_pair(**mode, lease_s=0.5) as pair:
             pair.wire.damage = lambda message: None
             with pytest.raises(BatonError):
                 await push_all(pair)
