@@ -12,8 +12,9 @@ from engine.attention.paged import AttentionPlan, PagedPool, paged_attention
 from engine.backend import BackendFacts, Outcome, require_device, require_format
 from engine.batch import Batch
 from engine.kv_cache import KVMemory
+from engine.self_check import require_own_logits
 from engine.step import LayerWatch
-from engine.weights import load_model
+from engine.weights import FAMILIES, load_model
 
 ATTENTION_NAME = "baton_paged"
 CPU = torch.device("cpu")
@@ -75,6 +76,18 @@ def facts_of(model: Any, weights: str, device: str = "cpu") -> BackendFacts:
     )
 
 
+def load_checked(path: Path, weights: str) -> Any:
+    """Load a model on the CPU with our attention, and make sure that it computes by it what it does by its own.
+
+    Raises:
+        ConfigError: see `load_model`; or it does not.
+    """
+    model = load_model(path, ATTENTION_NAME, FORMATS[weights])
+    if model.config.model_type not in FAMILIES:
+        require_own_logits(path, model, lambda: ReferenceBackend(model, weights))
+    return model
+
+
 def first_gpu() -> torch.device:
     """Return the first GPU that this process sees.
 
@@ -99,7 +112,7 @@ def moved(model: Any, device: torch.device) -> Any:
 
 
 class ReferenceBackend:
-    """Implements engine.backend.Backend for every supported family. Slow to decode, right by construction.
+    """Implements engine.backend.Backend for any architecture that passes the check at load. Slow to decode.
 
     Computes on a CPU or a GPU; has not been run on a GPU yet.
     """
@@ -122,7 +135,7 @@ class ReferenceBackend:
         name = "fp32" if config.weights == "auto" else config.weights
         require_format(name, FORMATS)
         device = first_gpu() if config.device == "cuda" else CPU
-        return cls(moved(load_model(model_dir, ATTENTION_NAME, FORMATS[name]), device), name, device)
+        return cls(moved(load_checked(model_dir, name), device), name, device)
 
     def attach(self, kv: KVMemory) -> None:
         """Remember the pool."""

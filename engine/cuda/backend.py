@@ -12,9 +12,8 @@ from engine.backend import Outcome, require_device, require_format
 from engine.batch import Batch
 from engine.cuda.decode import DecodeSteps, is_decode_step
 from engine.kv_cache import KVMemory
-from engine.reference import ATTENTION_NAME, FORMATS, ReferenceBackend, first_gpu, moved
+from engine.reference import FORMATS, ReferenceBackend, first_gpu, load_checked, moved
 from engine.step import LayerWatch
-from engine.weights import load_model
 
 
 class CudaBackend(ReferenceBackend):
@@ -45,7 +44,7 @@ class CudaBackend(ReferenceBackend):
                 "bf16" if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
             )
         require_format(name, FORMATS)
-        return cls(moved(load_model(model_dir, ATTENTION_NAME, FORMATS[name]), device), name, device)
+        return cls(moved(load_checked(model_dir, name), device), name, device)
 
     def attach(self, kv: KVMemory) -> None:
         """Remember the pool."""

@@ -44,7 +44,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not readable JSON"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), r"config\.json holds a list"),
-    "unknown family": (lambda f: _edit_config(f, model_type="gpt2"), r"model_type 'gpt2' is not supported: llama"),
+    "unknown family": (lambda f: _edit_config(f, model_type="gpt9"), r"model_type 'gpt9' is no language model"),
+    "another family's weights": (lambda f: _edit_config(f, model_type="gpt2"), r"tensors are missing: transformer\.h"),
     "rope over the batch": (
         lambda f: _edit_config(f, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         r"rotary embedding 'dynamic' is not supported",
