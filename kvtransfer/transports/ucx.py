@@ -69,7 +69,9 @@ class UcxStation:
         self._pairing.keep(link)
         link.attach(endpoint)
         try:
-            await self.driver.watch(endpoint.stream_send(Array(token)), token)
+            showing = self.driver.watch(endpoint.stream_send(Array(token)), token)
+            showing.add_done_callback(lambda done: done.exception())  # it may end while nobody waits
+            await asyncio.shield(showing)  # it is UCX that ends it
         except BaseException:
             link.close()
             raise

@@ -191,6 +191,27 @@ def test_an_endpoint_without_a_known_token_is_turned_away() -> None:
     run(test)
 
 
+def test_a_connection_that_is_given_up_while_it_is_made_disturbs_no_other() -> None:
+    async def test(linked: Linked) -> None:
+        problems: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+        offer, memory = linked.station.expect(linked.inbound), Memory(linked.source.buffer)
+        connecting = asyncio.create_task(linked.station.connect("127.0.0.1", offer, memory, linked.threads))
+        while not linked.station.driver._pending:  # noqa: ASYNC110  (a request raises no event)
+            await asyncio.sleep(0)
+
+        connecting.cancel()
+
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        receiving = linked.inbound.receive(Runs.of([Run(0, 0, 1 << 14)]), 1, True, Stop())
+        await linked.outbound.send(Runs.of([Run(0, 0, 1 << 14)]), 1)
+        assert await receiving is not None
+        assert not problems, problems
+
+    run(test)
+
+
 def test_an_idle_driver_uses_no_processor() -> None:
     async def test(linked: Linked) -> None:
         waiting = linked.inbound.receive(Runs.of([Run(0, 0, 100)]), 5, False, Stop())
