@@ -1,9 +1,9 @@
-"""The C interface of csrc/copy.cpp through ctypes, which releases the GIL for the length of a call."""
+"""The C interface of csrc/ through ctypes, which releases the GIL for the length of a call."""
 
 import ctypes
 import functools
 import logging
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,20 @@ def refusal() -> str | None:
 def load() -> tuple[Any, str | None]:
     """Return both, of which one is None. Blocks for a second at first."""
     try:
-        loaded = ctypes.CDLL(str(compiled(SOURCES, "copy.cpp", "libcopy.so", _FLAGS)))
+        loaded = ctypes.CDLL(str(compiled(SOURCES, "library.cpp", "libkvtransfer.so", _FLAGS)))
     except ConfigError as error:
         return _refused(error.message)
     except OSError as error:
         return _refused(str(error))
     loaded.baton_copy_runs.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_void_p]
     loaded.baton_copy_runs.restype = c_int32
+    loaded.baton_flow.argtypes = [
+        c_int32, c_int32, c_void_p, c_int64, c_int32, c_int32, c_void_p, POINTER(c_int32),
+    ]  # fmt: skip
+    loaded.baton_flow.restype = c_int64
     return loaded, None
 
 
 def _refused(reason: str) -> tuple[None, str]:
-    log(logger, logging.WARNING, f"SLOW PATH: blocks are copied by memmove, run by run: {reason}")
+    log(logger, logging.WARNING, f"SLOW PATH: blocks are copied by memmove, and sockets fed, run by run: {reason}")
     return None, reason

@@ -10,7 +10,7 @@ from kvtransfer.layout import BlockLayout
 
 IntArray = NDArray[np.int64]
 
-PIECE_BYTES_MAX = 4 * 1024 * 1024
+PIECE_BYTES_MAX = 8 * 1024 * 1024
 """Large announcements are cut here, so that the sender hashes one piece while the receiver copies the one before."""
 PLAIN_BYTES_MAX = 32 * 1024 * 1024
 """The same where nothing is hashed or sent: a piece costs messages, and this many bytes are copied in 3 ms."""

@@ -16,13 +16,13 @@ class Windows:
     Args:
         total: bytes for all.
         window_max: most for one.
-        block_bytes: of the pool; a window has room for two pieces at least.
+        block_bytes: of the pool; a window has room for the largest piece at least.
     """
 
     def __init__(self, total: int, window_max: int, block_bytes: int) -> None:
         self._left = total
         self._window_max = window_max
-        self._window_min = min(window_max, 2 * max(PIECE_BYTES_MAX, block_bytes))
+        self._window_min = min(window_max, max(PIECE_BYTES_MAX, block_bytes))
         if total < self._window_min:
             raise ConfigError(f"transfer.staging_bytes_max={total} is less than one window of {self._window_min}")
 

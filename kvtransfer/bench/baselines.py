@@ -15,7 +15,8 @@ from kvtransfer.transports.shm import map_pool, read_only
 
 IOV_MAX = 1024
 CHECKSUMS = "checksums"
-DIGEST_BYTES = 8
+DIGEST_BYTES = 64
+"""Padded, so that what follows stays in line with memory, as ours does: see `tcp_link.HEADER`."""
 
 
 class InProcess:
@@ -143,7 +144,7 @@ def _digest(part: list[memoryview]) -> memoryview:
     digest = xxhash.xxh3_64()
     for buffer in part:
         digest.update(buffer)
-    return memoryview(digest.digest())
+    return memoryview(digest.digest().ljust(DIGEST_BYTES, b"\0"))
 
 
 def _rest(part: list[memoryview], done: int) -> list[memoryview]:

@@ -15,7 +15,7 @@ from kvtransfer.memory import Memory
 from kvtransfer.transports import sockets
 from kvtransfer.transports.base import Greeting, InboundLink, LinkOwner
 
-TOKEN_BYTES = 32
+TOKEN_BYTES = 64
 UNPAIRED_MAX = 64
 """Channels that have not shown their token yet, beyond which further ones are turned away."""
 _OFFER = struct.Struct(f"<H{TOKEN_BYTES}s")

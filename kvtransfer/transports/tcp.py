@@ -10,8 +10,10 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, TypeVar
 
+from common.control_groups import usable_cores
 from common.errors import WorkerLostError
 from common.logs import log
 from kvtransfer.memory import Memory
@@ -21,6 +23,8 @@ from kvtransfer.transports.pairing import TOKEN_BYTES, UNPAIRED_MAX, ChannelDoor
 from kvtransfer.transports.tcp_link import NAME, TcpInbound, TcpOutbound
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TcpStation:
@@ -38,6 +42,9 @@ class TcpStation:
         self._on_refused = on_refused
         self._loop = asyncio.get_running_loop()
         self._pairing: Pairing[TcpInbound] = Pairing()
+        # Not those that copy and hash: a piece is hashed while the one before it is sent.
+        self._threads = ThreadPoolExecutor(max(2, min(4, usable_cores() // 2)), thread_name_prefix="kvtcp")
+        self._moving: set[asyncio.Future[Any]] = set()
         self._greeting: set[asyncio.Task[None]] = set()
         self._loop.add_reader(self._sock, self._accept)
 
@@ -57,12 +64,19 @@ class TcpStation:
             sock = await sockets.connect(host, port)
         except OSError as error:
             raise WorkerLostError(f"tcp cannot reach {host}:{port}: {error}") from error
-        link = TcpOutbound(sock, memory, token)
+        link = TcpOutbound(sock, memory, token, self.in_thread)
         self._pairing.keep(link)
         return link
 
+    def in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Implement `InThread`."""
+        moving = self._loop.run_in_executor(self._threads, work)
+        self._moving.add(moving)
+        moving.add_done_callback(self._moving.discard)
+        return moving
+
     async def close(self) -> None:
-        """Close the door and every connection."""
+        """Close the door and every connection; returns when no thread uses one."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self._sock.close()
@@ -70,8 +84,9 @@ class TcpStation:
         greeting = list(self._greeting)
         for task in greeting:
             task.cancel()
-        if greeting:
-            await asyncio.wait(greeting)
+        if ending := [*greeting, *self._moving]:
+            await asyncio.wait(ending)
+        self._threads.shutdown()
 
     def _accept(self) -> None:
         try:
@@ -117,5 +132,9 @@ class TcpDoor(ChannelDoor[TcpInbound]):
 
     name = NAME
 
+    def __init__(self, station: TcpStation, host: str, target: Memory, threads: Executor) -> None:
+        super().__init__(station, host, target, threads)
+        self._in_thread = station.in_thread
+
     def _link(self, owner: LinkOwner) -> TcpInbound:
-        return TcpInbound(self._target, self._threads, owner)
+        return TcpInbound(self._target, self._threads, owner, self._in_thread)

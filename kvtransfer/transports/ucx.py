@@ -69,8 +69,7 @@ class UcxStation:
         self._pairing.keep(link)
         link.attach(endpoint)
         try:
-            showing = self.driver.watch(endpoint.stream_send(Array(token)), token)
-            showing.add_done_callback(lambda done: done.exception())  # it may end while nobody waits
+            showing = self.driver.watch([endpoint.stream_send(Array(token))], token)
             await asyncio.shield(showing)  # it is UCX that ends it
         except BaseException:
             link.close()
@@ -99,7 +98,7 @@ class UcxStation:
             self._loop.call_soon(self._turn_away, key)
             return
         token = bytearray(TOKEN_BYTES)
-        greeting = self.driver.watch(endpoint.stream_recv(Array(token)), token)
+        greeting = self.driver.watch([endpoint.stream_recv(Array(token))], token)
         timer = self._loop.call_later(self._connect_timeout_s, self._turn_away, key)
         greeting.add_done_callback(partial(self._greeted, key, token, timer))
 

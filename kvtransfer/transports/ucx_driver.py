@@ -30,6 +30,42 @@ BUDGET_S = 0.002
 """Progress made in one go before other callbacks of the loop have their turn."""
 
 
+class _Watched:
+    """Requests that matter only together.
+
+    Args:
+        requests: those that have not completed, and maybe some that have.
+        buffers: kept alive.
+        done: resolved when all have.
+        failure: what it will be resolved with, if anything.
+    """
+
+    __slots__ = ("_buffers", "_done", "_failure", "_requests")
+
+    def __init__(
+        self, requests: list[Any], buffers: object, done: asyncio.Future[None], failure: TransferError | None
+    ) -> None:
+        self._requests = requests
+        self._buffers = buffers
+        self._done = done
+        self._failure = failure
+
+    def settle(self) -> bool:
+        """Resolve the future if all have completed; return whether that is so."""
+        while self._requests and self._requests[-1].completed:
+            try:
+                self._requests.pop().check_error()
+            except ucx.UCXError as error:
+                self._failure = self._failure or TransferError(f"ucx: {error}")
+        if self._requests:
+            return False
+        if self._failure is not None:
+            self._done.set_exception(self._failure)
+        else:
+            self._done.set_result(None)
+        return True
+
+
 class UcxDriver:
     """One UCX context and worker, and the requests under way on it. Owned by the loop on which it was made."""
 
@@ -41,7 +77,7 @@ class UcxDriver:
         self.worker: Any = ucx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self.worker.init_blocking_progress_mode()
         self._loop = asyncio.get_running_loop()
-        self._pending: list[tuple[Any, asyncio.Future[None], object]] = []
+        self._pending: dict[asyncio.Future[None], _Watched] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_scheduled = False
         self._is_closed = False
@@ -49,13 +85,19 @@ class UcxDriver:
         self._loop.add_reader(self._fd, self._progress)
         self.kick()
 
-    def watch(self, request: Any, buffer: memoryview | bytearray | bytes) -> asyncio.Future[None]:
-        """Return a future of a ucxx request on `buffer`, which is kept alive; an exception is a `TransferError`.
+    def watch(self, requests: list[Any], buffers: object, failure: TransferError | None = None) -> asyncio.Future[None]:
+        """Return a future of ucxx requests, done when UCX uses none of their buffers any more.
 
-        Cancelling it would not stop UCX from using the buffer: nobody may.
+        Cancelling it would not stop UCX from using them: nobody may.
+
+        Args:
+            requests: owned by the driver from now on.
+            buffers: kept alive.
+            failure: why some were not even made; the future ends in it, or in the first other error.
         """
         done: asyncio.Future[None] = self._loop.create_future()
-        self._pending.append((request, done, buffer))
+        done.add_done_callback(lambda done: done.exception())  # it may end while nobody waits
+        self._pending[done] = _Watched(requests, buffers, done, failure)
         self.kick()
         return done
 
@@ -82,8 +124,8 @@ class UcxDriver:
 
     async def close(self) -> None:
         """Wait until UCX uses no buffer of ours, and let go of the worker. Every endpoint is closed before."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
+        if ending := [*self._tasks, *self._pending]:
+            await asyncio.wait(ending)
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._fd)
@@ -114,15 +156,7 @@ class UcxDriver:
 
     def _settle(self) -> bool:
         """Resolve what has completed; return whether anything had."""
-        completed = [entry for entry in self._pending if entry[0].completed]
-        if not completed:
-            return False
-        self._pending = [entry for entry in self._pending if not entry[0].completed]
-        for request, done, _ in completed:
-            try:
-                request.check_error()
-            except ucx.UCXError as error:
-                done.set_exception(TransferError(f"ucx: {error}"))
-            else:
-                done.set_result(None)
-        return True
+        over = [done for done, watched in self._pending.items() if watched.settle()]
+        for done in over:
+            del self._pending[done]
+        return bool(over)

@@ -12,7 +12,7 @@ from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
 from kvtransfer.memory import Memory, checksum_of
 from kvtransfer.packing import unpack
-from kvtransfer.pieces import Runs
+from kvtransfer.pieces import IntArray, Runs
 from kvtransfer.probe import scratch
 from kvtransfer.ticket import run_tag
 from kvtransfer.transports.base import LinkOwner
@@ -62,19 +62,19 @@ class UcxLink:
             endpoint, self._endpoint = self._endpoint, None
             self._driver.close_endpoint(endpoint)
 
-    def _post(self, buffer: memoryview, tag: int, is_send: bool) -> asyncio.Future[None]:
-        """Submit one message; the future fails if there is no endpoint any more."""
-        failed: asyncio.Future[None] = self._loop.create_future()
+    def _post(self, buffers: Sequence[memoryview], tag: int, is_send: bool) -> asyncio.Future[None]:
+        """Submit messages under tags from `tag` on; the future fails if there is no endpoint any more."""
         if self._endpoint is None:
-            failed.set_exception(TransferError("the ucx endpoint is closed"))
-            return failed
-        assert buffer.c_contiguous  # UCX takes a strided view for contiguous, and says nothing
+            return self._driver.watch([], None, TransferError("the ucx endpoint is closed"))
         submit = self._endpoint.tag_send if is_send else self._endpoint.tag_recv
+        requests: list[Any] = []
         try:
-            return self._driver.watch(submit(Array(buffer), ucx.UCXXTag(tag)), buffer)
+            for i, buffer in enumerate(buffers):
+                assert buffer.c_contiguous  # UCX takes a strided view for contiguous, and says nothing
+                requests.append(submit(Array(buffer), ucx.UCXXTag(run_tag(tag, i))))
         except ucx.UCXError as error:
-            failed.set_exception(TransferError(f"ucx: {error}"))
-            return failed
+            return self._driver.watch(requests, buffers, TransferError(f"ucx: {error}"))
+        return self._driver.watch(requests, buffers)
 
 
 class UcxOutbound(UcxLink):
@@ -89,12 +89,7 @@ class UcxOutbound(UcxLink):
     def send(self, runs: Runs, tag: int) -> asyncio.Future[None]:
         """Send each run; see `OutboundLink.send`."""
         assert not runs.are_packed
-        view = self._memory.view
-        sends = [
-            self._post(view[run.source : run.source + run.num_bytes], run_tag(tag, i), is_send=True)
-            for i, run in enumerate(runs)
-        ]
-        return self._driver.start(_all_done(sends))
+        return self._post(_parts(self._memory, runs.sources, runs.sizes), tag, is_send=True)
 
     @property
     def byte_sender(self) -> "UcxOutbound":
@@ -103,7 +98,7 @@ class UcxOutbound(UcxLink):
 
     def send_bytes(self, data: memoryview, tag: int) -> asyncio.Future[None]:
         """Send one message; see `ByteSender.send_bytes`."""
-        return self._post(data, tag, is_send=True)
+        return self._post([data], tag, is_send=True)
 
     def _broken(self) -> None:
         super()._broken()
@@ -130,14 +125,10 @@ class UcxInbound(UcxLink):
         """Receive each run in its place, or all of them packed; see `InboundLink.receive`."""
         if runs.are_packed:
             message = self._target.spare.take(runs.num_bytes)
-            packed = self._post(message, tag, is_send=False)
+            packed = self._post([message], tag, is_send=False)
             return self._driver.start(self._unpack(packed, message, runs, checksum, stop))
-        view = self._target.view
-        receives = [
-            self._post(view[run.target : run.target + run.num_bytes], run_tag(tag, i), is_send=False)
-            for i, run in enumerate(runs)
-        ]
-        return self._driver.start(self._verify(receives, runs, checksum, stop))
+        receiving = self._post(_parts(self._target, runs.targets, runs.sizes), tag, is_send=False)
+        return self._driver.start(self._verify(receiving, runs, checksum, stop))
 
     def probe(self, num_bytes: int, tag: int) -> asyncio.Future[None]:
         """Receive; see `InboundLink.probe`."""
@@ -145,8 +136,7 @@ class UcxInbound(UcxLink):
 
     def discard(self, runs: Runs, tag: int) -> None:
         """Receive into a single byte: UCX ends the message as truncated, at both ends."""
-        for i in range(1 if runs.are_packed else len(runs)):
-            self._driver.start(_ended(self._post(self._nothing, run_tag(tag, i), is_send=False)))
+        self._post([self._nothing] * (1 if runs.are_packed else len(runs)), tag, is_send=False)
 
     @property
     def byte_receiver(self) -> "UcxInbound":
@@ -155,11 +145,11 @@ class UcxInbound(UcxLink):
 
     def receive_bytes(self, buffer: memoryview, tag: int) -> asyncio.Future[None]:
         """Receive one message; see `ByteReceiver.receive_bytes`."""
-        return self._post(buffer, tag, is_send=False)
+        return self._post([buffer], tag, is_send=False)
 
     def discard_bytes(self, num_bytes: int, tag: int) -> None:  # noqa: ARG002  # a tag is enough to find a message
         """Receive into a single byte, as `discard` does."""
-        self._driver.start(_ended(self._post(self._nothing, tag, is_send=False)))
+        self._post([self._nothing], tag, is_send=False)
 
     async def _unpack(
         self, packed: asyncio.Future[None], message: memoryview, runs: Runs, checksum: bool, stop: Stop
@@ -170,10 +160,8 @@ class UcxInbound(UcxLink):
         finally:
             self._target.spare.give(message)
 
-    async def _verify(
-        self, receives: Sequence[asyncio.Future[None]], runs: Runs, checksum: bool, stop: Stop
-    ) -> int | None:
-        await _all_done(receives)
+    async def _verify(self, receiving: asyncio.Future[None], runs: Runs, checksum: bool, stop: Stop) -> int | None:
+        await receiving
         if not checksum:
             return None
         return await self._loop.run_in_executor(
@@ -185,13 +173,6 @@ class UcxInbound(UcxLink):
         self._owner.lose(TransferError("the sender's ucx endpoint is gone"))
 
 
-async def _all_done(futures: Sequence[asyncio.Future[None]]) -> None:
-    """Wait until all have ended, then raise the first error: before that, UCX may still use some buffer."""
-    for result in await asyncio.gather(*futures, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-
-
-async def _ended(future: asyncio.Future[None]) -> None:
-    await asyncio.wait([future])
-    future.exception()
+def _parts(memory: Memory, offsets: IntArray, sizes: IntArray) -> list[memoryview]:
+    view = memory.view
+    return [view[begin : begin + size] for begin, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]

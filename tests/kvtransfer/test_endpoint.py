@@ -274,19 +274,19 @@ def test_a_small_window_slows_but_completes(make_steady_pair: MakePair) -> None:
 def test_what_the_receiver_reads_unhashed_takes_one_announcement(
     make_shm_pair: MakePair, settings: dict[str, bool], num_pieces: int
 ) -> None:
-    """8 MiB; where they are hashed, in pieces of 4 MiB."""
+    """16 MiB; where they are hashed, in pieces of 8 MiB."""
 
     async def test() -> None:
         layout = SMALL_LAYOUT._replace(num_layers=16, block_tokens=64, num_kv_heads=2, head_dim=64)
         assert layout.block_bytes == 1024 * 1024
-        async with asyncio.timeout(60), make_shm_pair(num_blocks=16, layout=layout, **settings) as pair:
-            landing = pair.receiver.grant(list(range(8)), 0)
+        async with asyncio.timeout(60), make_shm_pair(num_blocks=32, layout=layout, **settings) as pair:
+            landing = pair.receiver.grant(list(range(16)), 0)
             push = await pair.sender.open_push(landing.ticket)
-            push.announce(0, list(range(8, 16)))
+            push.announce(0, list(range(16, 32)))
             _, report = await asyncio.gather(push.finish(), landing.landed())
             assert [stats.pieces for stats in pair.receiver.stats()] == [num_pieces]
             assert 0 < report.moving_s <= report.seconds
-            assert all(pair.target.block(block) == pair.source.block(block + 8) for block in range(8))
+            assert all(pair.target.block(block) == pair.source.block(block + 16) for block in range(16))
 
     asyncio.run(test())
 

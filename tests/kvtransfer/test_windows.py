@@ -55,7 +55,7 @@ def test_windows_bound_what_senders_have_under_way() -> None:
             assert len(held) == 2
             pair.wire.damage = lambda message: message  # of what waits for the window, some may still be sent
             pair.wire.cut()  # what was held never arrives
-            for transfer in (push, landing, other_push, other):
+            for transfer in (other_push, push, landing, other):  # first the one that would have its turn next
                 await transfer.abort("over")
             assert pair.num_refusals == 0
 

@@ -1,0 +1,4 @@
+// Everything that is called from Python, in one shared library.
+
+#include "copy.cpp"
+#include "flow.cpp"
