@@ -135,7 +135,7 @@ def test_on_a_new_machine_an_endpoint_compiles_all_that_it_needs_when_it_starts(
         await endpoint.close()
 
     asyncio.run(test())
-    assert {path.name for path in tmp_path.rglob("*.so")} == {"libcopy.so", "libquantise.so"}
+    assert {path.name for path in tmp_path.rglob("*.so")} == {"libkvtransfer.so", "libquantise.so"}
 
 
 def test_an_unreachable_socket_on_the_same_host_is_a_counted_and_logged_fallback(

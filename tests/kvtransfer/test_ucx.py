@@ -51,17 +51,21 @@ class Linked:
     def lose(self, error: Exception) -> None:
         self.is_lost.set()
 
-    async def link(self) -> tuple[UcxInbound, UcxOutbound]:
-        """Connect once more."""
-        self.is_up.clear()
+    def greet(self) -> tuple[UcxInbound, bytes]:
+        """Expect one more link; return its receiving end, and what its sender needs."""
         door = UcxDoor(self.station, "127.0.0.1", Memory(self.target.buffer), self.threads)
         greeting = door.greet(transfer_pb2.Hello(), None, self)
         door.sock.close()
         assert isinstance(greeting.link, UcxInbound)
-        memory = Memory(self.source.buffer)
-        outbound = await self.station.connect("127.0.0.1", greeting.extra, memory, self.threads)
+        return greeting.link, greeting.extra
+
+    async def link(self) -> tuple[UcxInbound, UcxOutbound]:
+        """Connect once more."""
+        self.is_up.clear()
+        inbound, offer = self.greet()
+        outbound = await self.station.connect("127.0.0.1", offer, Memory(self.source.buffer), self.threads)
         await self.is_up.wait()
-        return greeting.link, outbound
+        return inbound, outbound
 
     async def __aenter__(self) -> "Linked":
         self.inbound, self.outbound = await self.link()
@@ -195,7 +199,7 @@ def test_a_connection_that_is_given_up_while_it_is_made_disturbs_no_other() -> N
     async def test(linked: Linked) -> None:
         problems: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
-        offer, memory = linked.station.expect(linked.inbound), Memory(linked.source.buffer)
+        (_, offer), memory = linked.greet(), Memory(linked.source.buffer)
         connecting = asyncio.create_task(linked.station.connect("127.0.0.1", offer, memory, linked.threads))
         while not linked.station.driver._pending:  # noqa: ASYNC110  (a request raises no event)
             await asyncio.sleep(0)
