@@ -128,7 +128,8 @@ class TcpOutbound:
             self._loop.add_writer(self._sock, self._writable)
             return
         self._queue.popleft()
-        sent.set_result(None)
+        if not sent.done():  # whoever waited may have been cancelled
+            sent.set_result(None)
         if self._queue:
             self._move()
 
@@ -210,7 +211,7 @@ class _Piece(Generic[T]):
         """Tell the outcome of a piece that is through. On the loop."""
         if self.stop.is_set:
             self.fail(TransferError("stopped"))
-        else:
+        elif not self.arrived.done():  # whoever waited may have been cancelled
             self.arrived.set_result(self._verified)
 
     def fail(self, error: BaseException) -> None:
@@ -422,5 +423,5 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
 def _pass_on(done: asyncio.Future[int | None], result: asyncio.Future[int | None]) -> None:
     if (error := done.exception()) is not None:
         _fail(result, error)
-    else:
+    elif not result.done():
         result.set_result(done.result())

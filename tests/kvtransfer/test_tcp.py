@@ -93,6 +93,24 @@ def test_a_connection_without_a_known_token_is_turned_away() -> None:
     run(test)
 
 
+def test_pieces_for_which_nobody_waits_any_more_hold_up_no_later_one() -> None:
+    async def test(ends: Linked) -> None:
+        ends.source.fill(0, 1)
+        runs = [Runs.of([Run(offset, offset, 100)]) for offset in (0, 100, 200)]
+        receiving = [ends.inbound.receive(each, tag, False, Stop()) for tag, each in enumerate(runs)]
+        sending = [ends.outbound.send(each, tag) for tag, each in enumerate(runs)]
+
+        for nobodys_receiving, nobodys_sending in zip(receiving[:2], sending[:2], strict=True):
+            nobodys_receiving.cancel()
+            nobodys_sending.cancel()
+
+        await asyncio.gather(receiving[2], sending[2])
+        assert bytes(ends.target.buffer[200:300]) == bytes(ends.source.buffer[200:300])
+        assert not ends.lost
+
+    run(test)
+
+
 def test_a_piece_that_was_not_announced_next_ends_the_connection() -> None:
     async def test(ends: Linked) -> None:
         receiving = ends.inbound.receive(Runs.of([Run(0, 0, 100)]), 7, False, Stop())
