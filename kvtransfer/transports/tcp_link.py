@@ -7,12 +7,11 @@ move the bytes while they flow; the loop waits for the socket when they do not, 
 import asyncio
 import contextlib
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Stop
@@ -22,13 +21,9 @@ from kvtransfer.pieces import Runs
 from kvtransfer.probe import scratch
 from kvtransfer.transports.base import LinkOwner
 from kvtransfer.transports.cursor import Cursor
+from kvtransfer.transports.tcp_piece import HEADER, Piece, fail_future
 
 NAME = "tcp"
-HEADER = struct.Struct("<QQ48x")
-"""Tag and bytes of a piece. Padded to a cache line, as all that precedes a piece on the connection is: kernels copy by
-`rep movsb`, which takes ten times as long on Zen 3 where the target lies 1 to 31 bytes behind the source, modulo a page
-(measured: 1.6 instead of 15 GB/s), and what is sent from the begin of a page behind 16 bytes lies so."""
-
 T = TypeVar("T")
 
 
@@ -101,7 +96,7 @@ class TcpOutbound:
     def _enqueue(self, cursor: Cursor) -> asyncio.Future[None]:
         sent: asyncio.Future[None] = self._loop.create_future()
         if self._is_closed:
-            _fail(sent, TransferError("the tcp connection is closed"))
+            fail_future(sent, TransferError("the tcp connection is closed"))
             return sent
         self._queue.append((cursor, sent))
         if len(self._queue) == 1:
@@ -139,7 +134,7 @@ class TcpOutbound:
 
     def _fail_all(self) -> None:
         for _, sent in self._queue:
-            _fail(sent, TransferError("the tcp connection is closed"))
+            fail_future(sent, TransferError("the tcp connection is closed"))
         self._queue.clear()
 
     def _readable(self) -> None:
@@ -156,67 +151,6 @@ class TcpOutbound:
     def _break(self, reason: object) -> None:
         self.close()
         self.on_broken(WorkerLostError(f"the tcp connection to the receiver broke: {reason}"))
-
-
-class _Piece(Generic[T]):
-    """One that was announced and has not come yet.
-
-    Args:
-        tag: of its header.
-        cursor: where it goes.
-        verify: called in the thread when it is there.
-        stop: from then on its bytes pass by.
-        arrived: resolved on the loop, when nothing writes to the targets any more.
-    """
-
-    def __init__(
-        self, tag: int, cursor: Cursor, verify: Callable[[], T], stop: Stop, arrived: asyncio.Future[T]
-    ) -> None:
-        self.stop = stop
-        self.arrived = arrived
-        self._verify = verify
-        self._expected = HEADER.pack(tag, cursor.num_bytes)
-        self._header = bytearray(HEADER.size)
-        self._in_header = Cursor.of(memoryview(self._header))
-        self._cursor = cursor
-        self._is_wanted = True
-        self._verified: T
-
-    def read(self, sock: socket.socket) -> bool:
-        """Take what comes, as long as it flows; return whether that is all. In a thread.
-
-        Raises:
-            TransferError: what comes is not this piece.
-            EOFError: the sender has closed the connection.
-            OSError: it is broken.
-        """
-        if self._in_header.num_bytes:
-            self._in_header.receive(sock, Stop())
-            if self._in_header.num_bytes:
-                return False
-            if self._header != self._expected:
-                raise TransferError("a piece came that was not announced next")
-        if self._is_wanted and self.stop.is_set:
-            self._is_wanted = False
-            self._cursor = Cursor.of_nothing(self._cursor.num_bytes)
-        self._cursor.receive(sock, self.stop if self._is_wanted else Stop())
-        if self._cursor.num_bytes:
-            return False
-        if self._is_wanted:
-            with contextlib.suppress(TransferError):  # stopped meanwhile, as the loop will see
-                self._verified = self._verify()
-        return True
-
-    def settle(self) -> None:
-        """Tell the outcome of a piece that is through. On the loop."""
-        if self.stop.is_set:
-            self.fail(TransferError("stopped"))
-        elif not self.arrived.done():  # whoever waited may have been cancelled
-            self.arrived.set_result(self._verified)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell that it will not come."""
-        _fail(self.arrived, error)
 
 
 class TcpInbound:
@@ -241,7 +175,7 @@ class TcpInbound:
         self._in_thread = in_thread
         self._loop = asyncio.get_running_loop()
         self._sock: socket.socket | None = None
-        self._expected: deque[_Piece[Any]] = deque()
+        self._expected: deque[Piece[Any]] = deque()
         self._is_moving = False
         """Whether a thread uses the socket, and writes to the target of the first piece."""
         self._is_watching = False
@@ -304,16 +238,16 @@ class TcpInbound:
     def _expect(self, tag: int, cursor: Cursor, stop: Stop, verify: Callable[[], T]) -> asyncio.Future[T]:
         arrived: asyncio.Future[T] = self._loop.create_future()
         if self._is_closed:
-            _fail(arrived, TransferError("the tcp connection is closed"))
+            fail_future(arrived, TransferError("the tcp connection is closed"))
             return arrived
-        piece = _Piece(tag, cursor, verify, stop, arrived)
+        piece = Piece(tag, cursor, verify, stop, arrived)
         stop.watch(partial(self._stopped, piece))
         self._expected.append(piece)
         if len(self._expected) == 1 and self._sock is not None:
             self._move()
         return arrived
 
-    def _stopped(self, piece: _Piece[Any]) -> None:
+    def _stopped(self, piece: Piece[Any]) -> None:
         """This side does the writing: what is not wanted any more can be left unread, whatever the sender does."""
         if not (self._is_moving and self._expected[0] is piece):
             piece.fail(TransferError("stopped"))
@@ -354,7 +288,7 @@ class TcpInbound:
         piece = self._expected[0]
         self._in_thread(partial(piece.read, self._sock)).add_done_callback(partial(self._moved, piece))
 
-    def _moved(self, piece: _Piece[Any], moving: asyncio.Future[bool]) -> None:
+    def _moved(self, piece: Piece[Any], moving: asyncio.Future[bool]) -> None:
         assert self._sock is not None
         self._is_moving = False
         if self._is_closed:
@@ -382,7 +316,7 @@ class TcpInbound:
         def unpack_it(arrived: asyncio.Future[None]) -> None:
             if (error := arrived.exception()) is not None:
                 self._target.spare.give(message)
-                _fail(result, error)
+                fail_future(result, error)
                 return
             work = self._loop.run_in_executor(self._threads, unpack, message, self._target, runs, checksum, stop)
             work.add_done_callback(lambda _: self._target.spare.give(message))
@@ -414,14 +348,8 @@ def _nothing() -> None:
     """Verify nothing."""
 
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # it may end while nobody waits
-
-
 def _pass_on(done: asyncio.Future[int | None], result: asyncio.Future[int | None]) -> None:
     if (error := done.exception()) is not None:
-        _fail(result, error)
+        fail_future(result, error)
     elif not result.done():
         result.set_result(done.result())

@@ -22,7 +22,8 @@ from kvtransfer.pieces import Run, Runs
 from kvtransfer.transports.cursor import Cursor
 from kvtransfer.transports.pairing import TOKEN_BYTES
 from kvtransfer.transports.tcp import TcpDoor, TcpStation
-from kvtransfer.transports.tcp_link import HEADER, TcpInbound, TcpOutbound
+from kvtransfer.transports.tcp_link import TcpInbound, TcpOutbound
+from kvtransfer.transports.tcp_piece import HEADER
 
 LOOPBACK = "127.0.0.1"
 
