@@ -11,6 +11,7 @@ from common.chain_hash import chain_hashes
 from common.config import EngineConfig
 from common.errors import TransferError
 from decode.worker import DecodeWorker
+from engine import holder
 from engine.fake import FakeEngine, fake_continuation
 from prefill.worker import PrefillWorker
 from tests.decode.serving import Bench, Gateway, is_at_rest, serving, until_changed
@@ -36,6 +37,13 @@ def fetches(worker: Worker) -> worker_pb2.FetchTotals:
     totals = worker.loop.load().fetches
     assert totals is not None
     return totals
+
+
+async def pushes(worker: Worker) -> None:
+    """Wait until a worker pushes to another."""
+    async with asyncio.timeout(20):
+        while not worker.endpoint.num_active:  # noqa: ASYNC110  (no event tells of it)
+            await asyncio.sleep(0)
 
 
 def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
@@ -127,9 +135,9 @@ def test_what_cannot_be_fetched_is_computed(
         first, second = await bench.decode("both-0"), await bench.decode("both-1")
         async with Gateway(first.address) as gateway:
             await gateway.ask("warm", PROMPT, max_tokens=1)
-        holder = await trouble(first, bench)
+        troubled = await trouble(first, bench)
         async with Gateway(second.address) as gateway:
-            answer = await gateway.ask("a", PROMPT, holder=holder, max_tokens=3)
+            answer = await gateway.ask("a", PROMPT, holder=troubled, max_tokens=3)
 
         assert answer.tokens == fake_continuation(PROMPT, 3)
         assert computed(second) == 30 + 2
@@ -137,6 +145,53 @@ def test_what_cannot_be_fetched_is_computed(
         totals = fetches(second)
         assert (totals.fetches, totals.tokens, totals.failed_tokens) == (0, 0, 28)
         assert totals.failed_seconds > 0
+
+    run(scenario)
+
+
+def test_a_holder_that_pushes_to_as_many_as_it_may_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder, "FETCHES_MAX", 1)
+
+    async def scenario(bench: Bench) -> None:
+        first, second, third = [await bench.decode(f"both-{i}") for i in range(3)]
+        async with Gateway(first.address) as gateway:
+            await gateway.ask("warm", PROMPT, max_tokens=1)
+        bench.network.hold()
+        async with Gateway(second.address) as waiting, Gateway(third.address) as refused:
+            await waiting.start("a", PROMPT, holder=holder_of(first), max_tokens=3)
+            await pushes(first)
+
+            answer = await refused.ask("b", PROMPT, holder=holder_of(first), max_tokens=3)
+
+            assert answer.tokens == fake_continuation(PROMPT, 3)
+            assert computed(third) == 30 + 2
+            assert not waiting.answers["a"].tokens  # its fetch is still under way
+            bench.network.flow()
+            (late,) = await waiting.over("a")
+        assert late.tokens == fake_continuation(PROMPT, 3)
+        assert computed(second) == 2 + 2
+
+    run(scenario)
+
+
+def test_what_is_being_fetched_stays_however_little_room_its_holder_has() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = await bench.decode("both-0"), await bench.decode("both-1")
+        async with Gateway(first.address) as gateway:
+            await gateway.ask("warm", PROMPT, max_tokens=1)
+        async with Gateway(second.address) as gateway:
+            bench.network.hold()
+            await gateway.start("a", PROMPT, holder=holder_of(first), max_tokens=3)
+            await pushes(first)
+            pool = first.engine.pool
+            others = pool.allocate(pool.num_available)
+            assert len(others) == pool.num_blocks - 28 // first.engine.block_tokens
+            bench.network.flow()
+            (answer,) = await gateway.over("a")
+            pool.release(others)
+
+        assert answer.tokens == fake_continuation(PROMPT, 3)
+        assert computed(second) == 2 + 2
 
     run(scenario)
 
