@@ -134,15 +134,15 @@ class Gateway:
     async def cancel(self, request_id: str) -> None:
         await self.send(cancel=worker_pb2.CancelRequest(request_id=request_id))
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         """Wait for messages that make `condition` true."""
-        async with asyncio.timeout(LIMIT_S), self._changed:
+        async with asyncio.timeout(limit_s), self._changed:
             await self._changed.wait_for(condition)
 
-    async def over(self, *request_ids: str) -> list[Answer]:
+    async def over(self, *request_ids: str, limit_s: float = LIMIT_S) -> list[Answer]:
         """Wait for the end of requests."""
         answers = [self.answers[request_id] for request_id in request_ids]
-        await self.until(lambda: all(answer.is_over for answer in answers))
+        await self.until(lambda: all(answer.is_over for answer in answers), limit_s)
         return answers
 
     async def ask(self, request_id: str, token_ids: Sequence[int], target: Any = None, **options: Any) -> Answer:
