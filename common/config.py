@@ -155,17 +155,20 @@ class TransferConfig(Node):
 
 
 class StepConfig(Node):
-    """Seconds of a worker's step: the sum of its parts, named as in the `step` of a file that `baton profile` wrote."""
+    """Seconds of a worker's step: the sum of its parts, named as in the `step` of a file that `baton profile` wrote.
 
-    base_s: Seconds
+    The defaults may be wrong by a factor of ten.
+    """
+
+    base_s: Seconds = 0.007
     """Whatever is in the batch."""
-    token_s: Seconds
+    token_s: Seconds = 1e-4
     """For each prompt token."""
-    attention_s: Seconds
+    attention_s: Seconds = 5e-9
     """For each prompt token and each token of context before it."""
-    sequence_s: Seconds
+    sequence_s: Seconds = 1e-4
     """For each decoding sequence."""
-    context_s: Seconds
+    context_s: Seconds = 1e-7
     """For each token of context of each decoding sequence."""
 
 
@@ -174,9 +177,8 @@ class RouterConfig(Node):
 
     policy: str = "cost"
     """How a worker is chosen: the name of a class in a file of cluster/router/policies/."""
-    step: StepConfig | None = None
-    """What workers' steps take, to begin with; their own reports replace it. None: a guess, until then, that may be
-    wrong by a factor of ten."""
+    step: StepConfig = StepConfig()
+    """What workers' steps take, to begin with; their own reports replace it."""
     prefill_fallback: bool = True
     """Decode workers prefill when no prefill worker can. Off: a request fails then, and may be tried again."""
     prefill_ahead_s: Seconds = 2.0

@@ -17,7 +17,7 @@ from cluster.router.messages import absent_from_pb, absent_to_pb, cluster_facts,
 from cluster.router.policies.registry import policy_named
 from cluster.router.router import Router
 from cluster.router.session import GatewaySession
-from cluster.router.step_model import STARTING, StepModel
+from cluster.router.step_model import StepModel
 from cluster.router.watcher import Watcher
 from common.config import RouterConfig, StepConfig
 from common.errors import InvalidRequestError
@@ -232,7 +232,7 @@ class RouterServer:
             ConfigError: no such policy, or the port cannot be had.
         """
         policy = policy_named(config.policy)
-        step = STARTING if config.step is None else _step_model(config.step)
+        step = _step_model(config.step)
         router = Router(policy, Random(), ahead_s=config.prefill_ahead_s, step=step, falls_back=config.prefill_fallback)
         service = RouterService(router, config, heartbeat_s)
         server = make_server()

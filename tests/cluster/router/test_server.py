@@ -13,6 +13,7 @@ import pytest
 from baton_pb.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from cluster.fake_worker import FakeModel, FakeWorker
 from cluster.router.server import RouterServer
+from cluster.router.step_model import STARTING
 from common.chain_hash import chain_hashes
 from common.config import RouterConfig, StepConfig
 from common.errors import ConfigError, InvalidRequestError, OverloadedError, WorkerLostError
@@ -25,7 +26,7 @@ CHAIN = chain_hashes(range(16), 4)
 
 @asynccontextmanager
 async def routed(*workers: FakeWorker, step: StepConfig | None = None) -> AsyncIterator[RouterServer]:
-    router = await RouterServer.start(HOST, 0, RouterConfig(step=step), HEARTBEAT_S)
+    router = await RouterServer.start(HOST, 0, RouterConfig(step=step or StepConfig()), HEARTBEAT_S)
     try:
         await router.set_workers([address_of(worker) for worker in workers])
         yield router
@@ -128,6 +129,11 @@ def test_the_first_placement_is_predicted_from_what_steps_are_configured_to_take
                 await gateway.close()
 
     run(scenario())
+
+
+def test_what_steps_take_by_default_is_the_same_for_routers_of_both_kinds() -> None:
+    """That of a cluster, and one that a simulation makes."""
+    assert tuple(StepConfig().model_dump().values()) == STARTING
 
 
 def test_a_batch_of_commands_is_carried_out_in_order() -> None:
