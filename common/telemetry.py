@@ -57,6 +57,20 @@ LOCAL_PREFILLS = Metric(
     "Prompts that decode workers prefilled because no prefill worker could be used.",
 )
 
+_PAIR = ("worker", "peer", "transport")
+TRANSFER_BYTES = Metric("baton_transfer_bytes_total", "counter", "KV that a worker sent and received.", _PAIR)
+TRANSFER_SECONDS = Metric("baton_transfer_seconds_total", "counter", "Duration of its transfers, added up.", _PAIR)
+TRANSFER_EXPOSED = Metric(
+    "baton_transfer_exposed_seconds_total", "counter", "Of that, as a sender: what no computation hid.", _PAIR
+)
+TRANSFER_REFUSALS = Metric("baton_transfer_refusals_total", "counter", "Frames of the peer that it refused.", _PAIR)
+TRANSFER_FALLBACKS = Metric(
+    "baton_transfer_fallbacks_total",
+    "counter",
+    "Connections that are of a slower kind, or slower, than expected.",
+    _PAIR,
+)
+
 TENANT_REQUESTS = Metric("baton_tenant_requests_total", "counter", "Requests of a tenant; n counts n.", ("tenant",))
 TENANT_RUNNING = Metric("baton_tenant_running_requests", "gauge", "Of these: running now.", ("tenant",))
 TENANT_PROMPT_TOKENS = Metric(

@@ -90,6 +90,7 @@ class Metrics:
                 Sample(telemetry.HTTP_CONNECTIONS, self.http_connections),
                 Sample(telemetry.DEGRADED, len(degraded(router))),
                 Sample(telemetry.LOCAL_PREFILLS, router.counters.get("local_prefill_fallback", 0)),
+                *_transfer_samples(router),
                 *_tenant_samples(self._uses.all()),
                 *self._vllm_samples(router),
             ]
@@ -121,6 +122,22 @@ class Metrics:
                 for its, ours in _VLLM_REASONS.items()
             ),
         ]
+
+
+def _transfer_samples(router: router_pb2.RouterStatus) -> list[Sample]:
+    counted: dict[Metric, Callable[[worker_pb2.TransferStats], float]] = {
+        telemetry.TRANSFER_BYTES: lambda stats: stats.bytes,
+        telemetry.TRANSFER_SECONDS: lambda stats: stats.seconds,
+        telemetry.TRANSFER_EXPOSED: lambda stats: stats.exposed_seconds,
+        telemetry.TRANSFER_REFUSALS: lambda stats: stats.refusals,
+        telemetry.TRANSFER_FALLBACKS: lambda stats: stats.fallbacks,
+    }
+    pairs = [
+        ((worker.worker_id, stats.peer_worker_id, stats.transport), stats)
+        for worker in router.workers
+        for stats in worker.load.transfer_stats
+    ]
+    return [Sample(metric, value(stats), pair) for metric, value in counted.items() for pair, stats in pairs]
 
 
 def _tenant_samples(uses: Sequence[TenantUse]) -> list[Sample]:
