@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton_pb.v1 import common_pb2, worker_pb2
 from common.errors import (
@@ -20,6 +21,7 @@ from common.errors import (
     TransferError,
     WorkerLostError,
 )
+from common.rpc import open_channel
 from decode.worker import DecodeWorker
 from engine.fake import FakeEngine, fake_continuation, fake_layout
 from engine.step import ScheduledChunk
@@ -431,6 +433,11 @@ def test_a_crash_of_the_prefill_loop_is_unavailable_and_the_decode_worker_lives_
                 assert local.tokens == fake_continuation(PROMPT, 2)
                 with pytest.raises(WorkerLostError, match="the kernel is wrong"):
                     await asyncio.wait_for(prefill.wait_failed(), LIMIT_S)
+            async with open_channel(decode.address) as channel:
+                health = await health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=LIMIT_S
+                )
+                assert health.status == health_pb2.HealthCheckResponse.SERVING
 
     asyncio.run(main())
 
