@@ -47,7 +47,7 @@ _FORMATS = {"fp32": Format.FP32, "w8": Format.W8, "q4": Format.Q4}
 class CpuBackend:
     """Implements engine.backend.Backend. Owned by the compute thread.
 
-    With fp32 and w8 weights a sequence's logits do not depend on what else is in the batch, bit for bit.
+    A sequence's logits do not depend on what else is in the batch, bit for bit.
     """
 
     def __init__(
