@@ -30,6 +30,7 @@ from kvtransfer.dialer import Dialer
 from kvtransfer.landing import BlockLanding
 from kvtransfer.memory import copy_threads, own_pool
 from kvtransfer.outbound import Greeter
+from kvtransfer.pieces import are_blocks, block_array
 from kvtransfer.probe import Expectation
 from kvtransfer.push import BlockPush
 from kvtransfer.receiver import Receiver
@@ -111,8 +112,9 @@ class TransferEndpoint:
 
     def grant(self, block_ids: Sequence[int], first_block: int) -> BlockLanding:
         """Make a ticket for reserved blocks; see `Endpoint.grant`."""
-        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._store.num_blocks
-        return self._receiver.grant(self.address, block_ids, first_block)
+        blocks = block_array(block_ids)
+        assert are_blocks(blocks, self._store.num_blocks)
+        return self._receiver.grant(self.address, blocks, first_block)
 
     async def open_push(self, ticket: transfer_pb2.Ticket, ready: Sequence[int] = ()) -> BlockPush:
         """Connect to the ticket's receiver and begin; see `Endpoint.open_push`."""

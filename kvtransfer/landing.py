@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from baton_pb.v1 import transfer_pb2
 from common.errors import BatonError, TransferError
 from kvtransfer.activity import Activity, Stop
@@ -15,7 +17,7 @@ from kvtransfer.coverage import Coverage
 from kvtransfer.interface import LandingReport
 from kvtransfer.layout import BlockLayout
 from kvtransfer.memory import OwnPool
-from kvtransfer.pieces import PIECE_BLOCKS_MAX, Piece, Runs, piece_bytes, runs_of
+from kvtransfer.pieces import PIECE_BLOCKS_MAX, Piece, Runs, are_blocks, block_array, piece_bytes, runs_of
 from kvtransfer.seal import Seal
 from kvtransfer.ticket import run_tag, tag_base
 from kvtransfer.transports.base import InboundLink
@@ -105,6 +107,7 @@ class BlockLanding:
         self._placing: set[asyncio.Task[int | None]] = set()
         self._num_under_way_bytes = 0
         self._is_vouched_for = False
+        self._landing_ids = np.fromiter(ticket.block_ids, np.int64, len(ticket.block_ids))
         self._coverage = Coverage(len(ticket.block_ids), range(ticket.layer_begin, ticket.layer_end))
         self._activity = Activity()
         self._peer: SenderPeer | None = None
@@ -171,7 +174,7 @@ class BlockLanding:
             TransferError: out of range, out of order, sent twice. Nothing was begun.
         """
         assert self._peer is not None
-        piece = Piece(ready.first, tuple(ready.source_block_ids), range(ready.layer_begin, ready.layer_end))
+        piece = Piece(ready.first, block_array(ready.source_block_ids), range(ready.layer_begin, ready.layer_end))
         runs = self._runs(piece, ready, self._peer.num_blocks)
         self._num_pieces += 1
         is_one_tag = self._coding is not None or self._peer.link.byte_receiver is None
@@ -252,7 +255,7 @@ class BlockLanding:
             raise TransferError(f"piece {ready.seq} where {self._num_pieces} was due")
         if ready.tag != run_tag(self._tag_base, self._num_runs):
             raise TransferError(f"piece {ready.seq} under a foreign tag")
-        if len(piece.block_ids) > PIECE_BLOCKS_MAX or max(piece.block_ids, default=0) >= num_source_blocks:
+        if len(piece.block_ids) > PIECE_BLOCKS_MAX or not are_blocks(piece.block_ids, num_source_blocks):
             raise TransferError("a piece of blocks that the sender's pool does not have")
         self._coverage.check(piece.first, len(piece.block_ids), piece.layers)
         if ready.num_bytes != piece_bytes(piece, self._layout):
@@ -260,7 +263,7 @@ class BlockLanding:
         most = 0 if self._coding is None else self._coding.encoded_max(slabs_of(piece, self._layout))
         if not min(1, most) <= ready.encoded_bytes <= most:
             raise TransferError(f"a message of {ready.encoded_bytes} bytes for a piece that takes at most {most}")
-        return runs_of(piece, self.ticket.block_ids, self._layout)
+        return runs_of(piece, self._landing_ids, self._layout)
 
     def _piece_done(
         self, seq: int, num_bytes: int, checksum: int | None, receiving: asyncio.Future[int | None]

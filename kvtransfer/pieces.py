@@ -1,5 +1,6 @@
 """From block ids to byte ranges: what one piece of a transfer copies from where to where."""
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -88,8 +89,20 @@ class Piece(NamedTuple):
     """Some layers of some blocks; the unit of announcement, checksum and acknowledgement."""
 
     first: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
+    """Of many: `block_array`."""
     layers: range
+
+
+def block_array(block_ids: Iterable[int]) -> "array[int]":
+    """Return ids side by side in memory: a walk over a long list waits for memory at each of its numbers."""
+    return array("q", block_ids)
+
+
+def are_blocks(block_ids: Sequence[int], num_blocks: int) -> bool:
+    """Whether all are ids of a pool of so many blocks."""
+    ids = np.asarray(block_ids, dtype=np.int64)
+    return not len(ids) or bool(ids.min() >= 0 and ids.max() < num_blocks)
 
 
 def piece_bytes(piece: Piece, layout: BlockLayout) -> int:

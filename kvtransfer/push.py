@@ -11,7 +11,7 @@ from common.errors import BatonError, TransferError, WorkerLostError
 from kvtransfer.activity import Activity, Stop
 from kvtransfer.coding import Coding
 from kvtransfer.interface import PushReport
-from kvtransfer.pieces import Piece
+from kvtransfer.pieces import Piece, are_blocks, block_array
 from kvtransfer.ticket import TicketTerms, run_tag, tag_base
 from kvtransfer.wire import FrameError, abort_frame
 
@@ -120,10 +120,11 @@ class BlockPush:
         layers = self.terms.layers if layers is None else layers
         assert not self._is_finishing
         assert 0 <= first <= first + len(block_ids) <= self.terms.num_blocks
-        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._peer.num_source_blocks
+        blocks = block_array(block_ids)
+        assert are_blocks(blocks, self._peer.num_source_blocks)
         assert self.terms.layers.start <= layers.start < layers.stop <= self.terms.layers.stop
-        if block_ids:
-            self._enqueue(Piece(first, tuple(block_ids), layers))
+        if blocks:
+            self._enqueue(Piece(first, blocks, layers))
 
     async def opened(self) -> None:
         """Wait until the receiver has accepted the ticket, then queue what was ready; raises what it answered instead.
@@ -171,8 +172,9 @@ class BlockPush:
     def announce_when_open(self, block_ids: Sequence[int]) -> None:
         """Queue what is final already, all layers of the first landing blocks, as soon as the receiver accepts."""
         assert len(block_ids) <= self.terms.num_blocks
-        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._peer.num_source_blocks
-        self.waiting = Piece(0, tuple(block_ids), self.terms.layers) if block_ids else None
+        blocks = block_array(block_ids)
+        assert are_blocks(blocks, self._peer.num_source_blocks)
+        self.waiting = Piece(0, blocks, self.terms.layers) if blocks else None
 
     def number_waiting(self, num_bytes: int) -> transfer_pb2.Ready:
         """Number what waits for the receiver's answer, because it goes out with the question."""
