@@ -40,10 +40,14 @@ class UcxLink:
         self._endpoint = endpoint
         loop = self._loop
         # Called by UCX during progress, where nothing may be closed: hence from a fresh call of the loop.
-        endpoint.set_close_callback(lambda: loop.call_soon(self._broken))
+        is_alive = endpoint.alive
+        try:
+            endpoint.set_close_callback(lambda: loop.call_soon(self._broken))
+        except RuntimeError:  # it is closed already
+            is_alive = False
         if self._is_closed:
             self._close_endpoint()
-        elif not endpoint.alive:
+        elif not is_alive:
             loop.call_soon(self._broken)
 
     def close(self) -> None:
