@@ -16,7 +16,7 @@ from kvtransfer.transports.shm import map_pool, read_only
 IOV_MAX = 1024
 CHECKSUMS = "checksums"
 DIGEST_BYTES = 64
-"""Padded, so that what follows stays in line with memory, as ours does: see `tcp_link.HEADER`."""
+"""Padded, so that what follows stays in line with memory, as ours does: see `tcp_piece.HEADER`."""
 
 
 class InProcess:

@@ -39,6 +39,12 @@ def fetches(worker: Worker) -> worker_pb2.FetchTotals:
     return totals
 
 
+async def warm(worker: Worker) -> None:
+    """Let a worker compute the prompt, whose blocks it keeps."""
+    async with Gateway(worker.address) as gateway:
+        await gateway.ask("warm", PROMPT, max_tokens=1)
+
+
 async def pushes(worker: Worker) -> None:
     """Wait until a worker pushes to another."""
     async with asyncio.timeout(20):
@@ -93,8 +99,7 @@ def test_the_next_turn_finds_the_answer_that_the_decode_worker_wrote() -> None:
 def test_a_worker_that_prefills_for_itself_fetches_too() -> None:
     async def scenario(bench: Bench) -> None:
         first, second = await bench.decode("both-0"), await bench.decode("both-1")
-        async with Gateway(first.address) as gateway:
-            await gateway.ask("warm", PROMPT, max_tokens=1)
+        await warm(first)
         async with Gateway(second.address) as gateway:
             answer = await gateway.ask("a", PROMPT, holder=holder_of(first), max_tokens=3)
 
@@ -133,8 +138,7 @@ def test_what_cannot_be_fetched_is_computed(
 ) -> None:
     async def scenario(bench: Bench) -> None:
         first, second = await bench.decode("both-0"), await bench.decode("both-1")
-        async with Gateway(first.address) as gateway:
-            await gateway.ask("warm", PROMPT, max_tokens=1)
+        await warm(first)
         troubled = await trouble(first, bench)
         async with Gateway(second.address) as gateway:
             answer = await gateway.ask("a", PROMPT, holder=troubled, max_tokens=3)
@@ -154,8 +158,7 @@ def test_a_holder_that_pushes_to_as_many_as_it_may_refuses_at_once(monkeypatch: 
 
     async def scenario(bench: Bench) -> None:
         first, second, third = [await bench.decode(f"both-{i}") for i in range(3)]
-        async with Gateway(first.address) as gateway:
-            await gateway.ask("warm", PROMPT, max_tokens=1)
+        await warm(first)
         bench.network.hold()
         async with Gateway(second.address) as waiting, Gateway(third.address) as refused:
             await waiting.start("a", PROMPT, holder=holder_of(first), max_tokens=3)
@@ -177,8 +180,7 @@ def test_a_holder_that_pushes_to_as_many_as_it_may_refuses_at_once(monkeypatch: 
 def test_what_is_being_fetched_stays_however_little_room_its_holder_has() -> None:
     async def scenario(bench: Bench) -> None:
         first, second = await bench.decode("both-0"), await bench.decode("both-1")
-        async with Gateway(first.address) as gateway:
-            await gateway.ask("warm", PROMPT, max_tokens=1)
+        await warm(first)
         async with Gateway(second.address) as gateway:
             bench.network.hold()
             await gateway.start("a", PROMPT, holder=holder_of(first), max_tokens=3)
@@ -199,8 +201,7 @@ def test_what_is_being_fetched_stays_however_little_room_its_holder_has() -> Non
 def test_a_fetch_never_takes_more_than_half_of_what_is_available() -> None:
     async def scenario(bench: Bench) -> None:
         first, second = await bench.decode("both-0"), await bench.decode("both-1", num_blocks=12)
-        async with Gateway(first.address) as gateway:
-            await gateway.ask("warm", PROMPT, max_tokens=1)
+        await warm(first)
         async with Gateway(second.address) as gateway:
             answer = await gateway.ask("a", PROMPT, holder=holder_of(first), max_tokens=3)
 
@@ -215,8 +216,7 @@ def test_a_fetch_never_takes_more_than_half_of_what_is_available() -> None:
 def test_a_request_that_is_cancelled_while_its_prefix_comes_leaves_nothing(is_remote: bool) -> None:
     async def scenario(bench: Bench) -> None:
         first = await bench.decode("both-0")
-        async with Gateway(first.address) as gateway:
-            await gateway.ask("warm", PROMPT, max_tokens=1)
+        await warm(first)
         prefill = await bench.prefill() if is_remote else None
         second = await bench.decode("both-1")
         async with Gateway(second.address) as gateway:
@@ -237,8 +237,7 @@ def test_a_request_that_is_cancelled_while_its_prefix_comes_leaves_nothing(is_re
 def test_others_are_served_while_a_prefix_is_on_its_way() -> None:
     async def scenario(bench: Bench) -> None:
         first, second = await bench.decode("both-0"), await bench.decode("both-1")
-        async with Gateway(first.address) as gateway:
-            await gateway.ask("warm", PROMPT, max_tokens=1)
+        await warm(first)
         async with Gateway(second.address) as gateway:
             bench.network.hold()
             await gateway.start("a", PROMPT, holder=holder_of(first), max_tokens=3)

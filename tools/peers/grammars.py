@@ -83,8 +83,9 @@ class Llguidance:
 
     def compile(self, schema: str) -> Callable[[Sequence[int]], list[float]]:
         """See `Library`."""
-        compact = json.dumps({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=json.loads(compact))
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        )
         compiled = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
 
         def obey(tokens: Sequence[int]) -> list[float]:
